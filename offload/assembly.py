@@ -1,0 +1,195 @@
+"""Puts an engine together: plan, threads, transport, backend, stepper, worker.
+
+The only place that knows all the parts; nothing is allocated before the plan has said that it fits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from offload.config import OffloadConfig
+from offload.distributed import local_shard
+from offload.errors import ConfigError, ParameterError
+from offload.kernels.backend import Backend, Variant
+from offload.kernels.numba_backend import NumbaBackend
+from offload.kernels.rule import KernelRule
+from offload.kernels.torch_backend import TorchBackend
+from offload.layout import Kind
+from offload.memory import cgroup_memory_left
+from offload.parameters import ParamRecord
+from offload.report import StageClock
+from offload.schedule.device_stepper import DeviceStepper
+from offload.schedule.engine import Engine, Policy
+from offload.schedule.host_stepper import HostStepper
+from offload.schedule.plan import Machine, Plan, Workload, plan
+from offload.schedule.stepper import Stepper
+from offload.schedule.worker import Worker
+from offload.threads import Budget, bind_current_thread, configure_cpu_optimizer_threads
+from offload.transfer.cuda import CudaTransport
+from offload.transfer.host import HostTransport
+from offload.transfer.ring import Ring
+from offload.transfer.transport import Transport
+
+__all__ = ["Options", "assemble", "make_transport"]
+
+logger = logging.getLogger(__name__)
+
+NUM_RINGS = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a front asks for; see the constructors in `optimizer` for the meaning of each."""
+
+    mode: str
+    backend: str
+    max_grad_norm: float | None
+    nonfinite: str
+    accumulation_steps: int
+    flush_denormals: bool
+    config: OffloadConfig
+
+
+def assemble(
+    rule: KernelRule, records: Sequence[ParamRecord], masters: Mapping[int, torch.Tensor], options: Options
+) -> tuple[Engine, Plan]:
+    """An engine over `records`, ready for the first backward. On an error nothing is left behind.
+
+    Raises:
+        ParameterError: the parameters lie on several devices.
+        MemoryBudgetError: the plan does not fit.
+    """
+    device = _common_device(records)
+    made = plan(options.mode, _workload(rule, records, options), _machine(device, options.config))
+    logger.info("%s", made)
+    policy = Policy(
+        mode=made.mode,
+        early=made.mode == "wavefront",
+        accumulation_steps=options.accumulation_steps,
+        max_grad_norm=options.max_grad_norm,
+        nonfinite=options.nonfinite,
+    )
+    config, clock = options.config, StageClock()
+    worker = Worker("offload-worker", depth=config.backlog_tiles, timeout_s=config.timeout_s)
+    engine: Engine | None = None
+    try:
+        stepper = _make_stepper(made.mode, device, rule, records, options, worker, clock)
+        engine = Engine(
+            policy=policy,
+            stepper=stepper,
+            worker=worker,
+            clock=clock,
+            tile_numel=config.tile_numel,
+            chunk_by=config.chunk_by,
+        )
+        engine.add(records, masters)
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        worker.close()
+        raise
+    return engine, made
+
+
+def make_transport(device: torch.device, config: OffloadConfig) -> Transport:
+    """The transport between `device` and the host."""
+    return CudaTransport(device, config.timeout_s) if device.type == "cuda" else HostTransport(device)
+
+
+def _make_stepper(
+    mode: str,
+    device: torch.device,
+    rule: KernelRule,
+    records: Sequence[ParamRecord],
+    options: Options,
+    worker: Worker,
+    clock: StageClock,
+) -> Stepper:
+    if mode == "resident" and device.type == "cuda":
+        return DeviceStepper(device=device, rule=rule, flush_denormals=options.flush_denormals, clock=clock)
+    config = options.config
+    budget = configure_cpu_optimizer_threads(
+        num_threads=config.threads,
+        numa_bind=config.numa_bind,
+        device=device if device.type == "cuda" else None,
+    )
+    kinds = {record.kind for record in records}
+    worker.call(lambda: _bind(budget))
+    return HostStepper(
+        transport=make_transport(device, config),
+        backend=_make_backend(rule, kinds, budget, options),
+        worker=worker,
+        config=config,
+        element_bytes=_element_bytes(kinds),
+        clock=clock,
+    )
+
+
+def _make_backend(rule: KernelRule, kinds: Collection[Kind], budget: Budget, options: Options) -> Backend:
+    if options.backend == "torch":
+        return TorchBackend(rule, num_threads=budget.num_threads, flush_denormals=options.flush_denormals)
+    sums = options.max_grad_norm is None and options.nonfinite == "propagate"
+    variants = [Variant(grad=k.grad, weight=k.weight, sums=sums) for k in sorted(kinds)]  # type: ignore[arg-type]
+    if options.accumulation_steps > 1:
+        variants += [Variant(grad=k.grad, weight=k.weight, sums=sums, acc=True) for k in sorted(kinds)]  # type: ignore[arg-type]
+    return NumbaBackend(
+        rule,
+        num_threads=budget.num_threads,
+        flush_denormals=options.flush_denormals,
+        variants=variants,
+        cache_dir=options.config.kernel_cache_dir,
+    )
+
+
+def _bind(budget: Budget) -> None:
+    """On the worker, before its team starts and inherits it."""
+    bind_current_thread(budget.cpus)
+
+
+def _common_device(records: Sequence[ParamRecord]) -> torch.device:
+    devices = {local_shard(record.param).device: record.name for record in records}
+    if len(devices) > 1:
+        listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ParameterError(f"parameters lie on several devices ({listed}); build one optimizer per device")
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"parameters on {device.type!r} devices are not supported; use CUDA or the CPU")
+    return device
+
+
+def _element_bytes(kinds: Collection[Kind]) -> int:
+    return max((max(kind.grad_bytes, kind.weight_bytes) for kind in kinds), default=2)
+
+
+def _workload(rule: KernelRule, records: Sequence[ParamRecord], options: Options) -> Workload:
+    kinds = {record.kind for record in records}
+    config = options.config
+    slot_bytes = config.tile_numel * _element_bytes(kinds)
+    return Workload(
+        numel=sum(record.numel for record in records),
+        state_arrays=1 + len(rule.state_names),
+        ring_bytes=NUM_RINGS * Ring.required_bytes(config.ring_slots, slot_bytes),
+        holds_gradients=options.max_grad_norm is not None or options.nonfinite != "propagate",
+        gradient_bytes=sum(record.numel * record.kind.grad_bytes for record in records),
+        accumulates=options.accumulation_steps > 1,
+    )
+
+
+def _machine(device: torch.device, config: OffloadConfig) -> Machine:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    left = cgroup_memory_left()
+    available = psutil.virtual_memory().available
+    return Machine(
+        device=device.type,
+        free_device_bytes=free,
+        host_limit_bytes=left,
+        available_host_bytes=available,
+        device_budget=config.device_budget,
+        host_budget=config.host_budget,
+        pinned_budget=config.pinned_budget,
+    )

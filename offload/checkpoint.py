@@ -1,0 +1,117 @@
+"""State dicts: what goes out is cloned, what comes in is checked before anything is changed.
+
+The format is torch's: per parameter ``step``, ``exp_avg``, ``exp_avg_sq``, and ``master`` where the compute weight is
+BF16 (an FP32 weight is its own master and is saved with the model). Loading is not left to the base class, which casts
+floating state to the parameter's dtype and device before any hook could stop it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.distributed import local_shard, shard_like
+from offload.errors import CheckpointError
+from offload.parameters import ParamRecord
+
+__all__ = ["IncomingState", "export_state", "read_state"]
+
+logger = logging.getLogger(__name__)
+
+REFUSED_FLAGS = ("amsgrad", "capturable", "differentiable")
+
+
+@dataclass
+class IncomingState:
+    """A checked state dict: by parameter index, the step count and the local tensors that were there."""
+
+    steps: dict[int, int] = field(default_factory=dict)
+    tensors: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+def export_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same state dict with CPU clones: slabs go on changing, and saving a view would save its whole slab."""
+    state = {
+        index: {name: _clone(value) for name, value in entry.items()} for index, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def read_state(
+    state_dict: Mapping[str, Any],
+    ordered: Sequence[torch.Tensor],
+    records: Mapping[torch.Tensor, ParamRecord],
+    moments: Sequence[str],
+) -> IncomingState:
+    """Check `state_dict` against the optimizer's parameters.
+
+    Args:
+        ordered: the optimizer's parameters in the order of its groups, frozen ones included.
+        records: of the trainable ones.
+        moments: names of the state tensors beside ``master``.
+
+    Raises:
+        CheckpointError: entries, groups, shapes or flags do not fit.
+    """
+    _check_form(state_dict, len(ordered))
+    saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    incoming = IncomingState()
+    without_master = []
+    for parameter, saved_id in zip(ordered, saved_ids, strict=True):
+        record = records.get(parameter)
+        if record is None:
+            continue
+        entry = state_dict["state"].get(saved_id, {})
+        tensors = {name: _checked(record, name, entry[name]) for name in ("master", *moments) if name in entry}
+        missing = [name for name in moments if entry and name not in entry]
+        if missing:
+            raise CheckpointError(f"{record.name}: the state dict has no {', '.join(missing)} for it (it has "
+                                  f"{', '.join(entry) or 'nothing'}); was it saved by another kind of optimizer?")
+        incoming.tensors[record.index] = tensors
+        incoming.steps[record.index] = int(entry.get("step", 0))
+        if "master" not in tensors and record.kind.weight == "bf16":
+            without_master.append(record.name)
+    _warn_of_missing_masters(without_master)
+    return incoming
+
+
+def _check_form(state_dict: Mapping[str, Any], num_params: int) -> None:
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointError("this is no optimizer state dict: it has no 'state' and 'param_groups'")
+    for group in state_dict["param_groups"]:
+        for flag in REFUSED_FLAGS:
+            if group.get(flag):
+                raise CheckpointError(f"the state dict was saved with {flag}=True, which is not supported here")
+    num_saved = sum(len(group["params"]) for group in state_dict["param_groups"])
+    if num_saved != num_params:
+        raise CheckpointError(f"the state dict has {num_saved} parameters, this optimizer has {num_params}")
+
+
+def _checked(record: ParamRecord, name: str, value: Any) -> torch.Tensor:
+    expected = local_shard(record.param).shape
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(f"{record.name}: {name} is a {type(value).__name__}, expected a tensor")
+    local = local_shard(value)
+    if local.shape != expected:
+        raise CheckpointError(f"{record.name}: {name} has shape {tuple(local.shape)}, expected {tuple(expected)}; sharded "
+                              "state is resharded by torch.distributed.checkpoint, not by load_state_dict")
+    if not local.is_floating_point():
+        raise CheckpointError(f"{record.name}: {name} is {local.dtype}, expected floating point")
+    return local
+
+
+def _warn_of_missing_masters(names: Sequence[str]) -> None:
+    if names:
+        logger.warning("the state dict has no FP32 masters for %d BF16 parameter(s) (%s ...): they are taken from the "
+                       "weights, whose lower 16 bits are lost", len(names), ", ".join(names[:3]))
+
+
+def _clone(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    local = local_shard(value).to("cpu", copy=True)
+    return shard_like(value, local)

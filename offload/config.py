@@ -1,0 +1,100 @@
+"""Options as values: `OffloadConfig` and the words that the constructors accept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offload.errors import ConfigError
+
+__all__ = ["BACKENDS", "CLIP_POLICIES", "MODES", "NONFINITE_POLICIES", "OffloadConfig", "check_choice"]
+
+MODES = ("resident", "wavefront", "auto")
+"""Where state lives and when it is stepped; the table in docs/architecture.md says which is which."""
+
+BACKENDS = ("numba", "torch")
+"""Who computes on the host: our kernels, or fused ``torch.optim`` (for parity)."""
+
+CLIP_POLICIES = ("defer", "auto")
+"""How a wavefront clips; ``auto`` chooses among the others."""
+
+NONFINITE_POLICIES = ("propagate", "skip", "raise")
+"""What happens to a step whose gradients hold an inf or a NaN."""
+
+TILE_ALIGN = 1024
+"""Tiles are multiples of this many elements (see layout.ALIGN)."""
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """Return `value` if it is one of `choices`, else raise `ConfigError` naming the argument."""
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, choices))}")
+    return value
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """How the optimizer uses the machine. No field changes a single bit of the result.
+
+    Raises:
+        ConfigError: a field is out of its range; the message names it.
+    """
+
+    tile_numel: int = 4 * 1024 * 1024
+    """Elements in one tile, the unit of one transfer and one kernel call; a multiple of 1024."""
+
+    ring_slots: int = 8
+    """Pinned slots in each of the two rings (gradients in, weights out); at least 2."""
+
+    backlog_tiles: int = 32
+    """Tiles whose gradients may wait on the device for the worker before backward is held up; at least 1."""
+
+    host_budget: int | None = None
+    """Bytes of host memory that the optimizer may map; None: what the machine and its cgroup leave free."""
+
+    device_budget: int | None = None
+    """Bytes of device memory that optimizer state may take; None: ``mode="auto"`` asks the allocator."""
+
+    pinned_budget: int | None = None
+    """Bytes of host memory that may be pinned; None: no limit but the system's own."""
+
+    timeout_s: float = 300.0
+    """Seconds after which a wait for the worker raises `DeadlineError`."""
+
+    threads: int | None = None
+    """Threads of the host kernels; None: `configure_cpu_optimizer_threads` decides."""
+
+    numa_bind: bool = True
+    """Bind the worker (not the process) to the CPUs of the GPU's NUMA node, where that is known."""
+
+    chunk_by: str | Callable[[str], str | None] | None = None
+    """Names to layers: a regular expression whose whole match is the layer's name, or a callable that
+    returns it (None: the parameter belongs to no layer); None: the usual names of transformer layers."""
+
+    kernel_cache_dir: str | None = None
+    """Folder for compiled kernels; None: compile once per process and write nothing."""
+
+    moments: str = "fp32"
+    """Storage of the moments; only "fp32" so far."""
+
+    def __post_init__(self) -> None:
+        self._check("tile_numel", self.tile_numel >= TILE_ALIGN and self.tile_numel % TILE_ALIGN == 0,
+                    f"a positive multiple of {TILE_ALIGN}")
+        self._check("ring_slots", self.ring_slots >= 2, "at least 2")
+        self._check("backlog_tiles", self.backlog_tiles >= 1, "at least 1")
+        for budget in ("host_budget", "device_budget", "pinned_budget"):
+            value = getattr(self, budget)
+            self._check(budget, value is None or value >= 0, "bytes, zero or more, or None")
+        self._check("timeout_s", self.timeout_s > 0, "more than 0 seconds")
+        self._check("threads", self.threads is None or self.threads >= 1, "at least 1, or None")
+        self._check("moments", self.moments == "fp32", "'fp32'")
+        if isinstance(self.chunk_by, str):
+            try:
+                re.compile(self.chunk_by)
+            except re.error as error:
+                raise ConfigError(f"config.chunk_by={self.chunk_by!r} is no regular expression: {error}") from None
+
+    def _check(self, field: str, good: bool, expected: str) -> None:
+        if not good:
+            raise ConfigError(f"config.{field}={getattr(self, field)!r}: expected {expected}")

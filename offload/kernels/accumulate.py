@@ -1,0 +1,129 @@
+"""Gradients and weights between BF16 and FP32, elementwise over a whole tile.
+
+Sums over micro-batches are FP32: ``acc = f32(grad)`` first, then ``acc = acc + f32(grad)``; the last micro-batch is added
+inside the update kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange, types
+from numba.extending import overload
+
+from offload.kernels.bits import bf16_from_float, float_from_bf16
+from offload.kernels.blocks import BLOCK
+from offload.kernels.denormals import restore_mode, set_flush
+from offload.kernels.jit import Kernel, inner
+
+__all__ = ["accumulate_next", "expand", "fill_zero", "gradient", "read", "round_weights", "write"]
+
+
+def read(array: Any, i: Any) -> Any:
+    """Element ``i`` as float32, of uint16 (BF16 bits) or float32; exact."""
+    return float_from_bf16(array[i]) if array.dtype == np.uint16 else array[i]
+
+
+@overload(read)
+def _read_overload(array, i):
+    if array.dtype == types.uint16:
+        return lambda array, i: float_from_bf16(array[i])
+    return lambda array, i: array[i]
+
+
+def write(array: Any, i: Any, value: Any) -> None:
+    """Store a float32 as element ``i`` of uint16 (BF16 bits, rounded to nearest even), float32 or None (nothing)."""
+    if array is not None:
+        array[i] = bf16_from_float(value) if array.dtype == np.uint16 else value
+
+
+@overload(write)
+def _write_overload(array, i, value):
+    if isinstance(array, types.NoneType):
+        return lambda array, i, value: None
+    if array.dtype == types.uint16:
+
+        def write_bf16(array, i, value):
+            array[i] = bf16_from_float(value)
+
+        return write_bf16
+
+    def write_fp32(array, i, value):
+        array[i] = value
+
+    return write_fp32
+
+
+def gradient(grad: Any, acc: Any, i: Any) -> Any:
+    """Element ``i`` of the whole step's gradient: ``round(acc + last)``, or ``last`` alone without an accumulator."""
+    return read(grad, i) if acc is None else acc[i] + read(grad, i)
+
+
+@overload(gradient)
+def _gradient_overload(grad, acc, i):
+    if isinstance(acc, types.NoneType):
+        return lambda grad, acc, i: read(grad, i)
+    return lambda grad, acc, i: acc[i] + read(grad, i)
+
+
+@inner
+def convert_span(source, target):
+    """``target = source``, each uint16 (BF16 bits) or float32."""
+    for i in range(target.size):
+        write(target, i, read(source, i))
+
+
+@inner
+def accumulate_span(grad, acc):
+    """``acc = round(acc + grad)``."""
+    for i in range(acc.size):
+        acc[i] = gradient(grad, acc, i)
+
+
+@inner
+def accumulate_block(block, grad, acc, flush):
+    """Work item ``block`` of `accumulate_next`."""
+    start, stop = block * BLOCK, min(block * BLOCK + BLOCK, acc.size)
+    mode = set_flush(flush)
+    accumulate_span(grad[start:stop], acc[start:stop])
+    restore_mode(mode)
+
+
+@Kernel
+def accumulate_next(first, last, grad, acc, flush):
+    """Add a later micro-batch: ``acc = acc + f32(grad)``.
+
+    grad: uint16[n] (BF16 bits) or float32[n]; acc: float32[n], in place; flush: bool, denormals are 0.
+    """
+    for block in prange(first, last):
+        accumulate_block(block, grad, acc, flush)
+
+
+@Kernel
+def expand(first, last, source, target):
+    """``target = f32(source)``, exact: the first micro-batch into its accumulator, or weights into masters.
+
+    source: uint16[n] (BF16 bits) or float32[n]; target: float32[n], out.
+    """
+    for block in prange(first, last):
+        start, stop = block * BLOCK, min(block * BLOCK + BLOCK, target.size)
+        convert_span(source[start:stop], target[start:stop])
+
+
+@Kernel
+def round_weights(first, last, master, weight):
+    """``weight = bf16(master)`` to nearest even, NaN as 0x7fc0; or a copy where the weight is FP32.
+
+    master: float32[n]; weight: uint16[n] (BF16 bits) or float32[n], out.
+    """
+    for block in prange(first, last):
+        start, stop = block * BLOCK, min(block * BLOCK + BLOCK, weight.size)
+        convert_span(master[start:stop], weight[start:stop])
+
+
+@Kernel
+def fill_zero(first, last, array):
+    """``array = 0`` by the team, so that each page is first touched by the thread that will use it. Any dtype."""
+    for block in prange(first, last):
+        array[block * BLOCK : min(block * BLOCK + BLOCK, array.size)] = 0

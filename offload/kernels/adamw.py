@@ -1,0 +1,119 @@
+"""AdamW on one tile, with the bits of ``torch.optim.AdamW(fused=True)`` on the CPU.
+
+Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), in plain FP32 and exactly this order, where
+``fma`` rounds once and every other operation once each::
+
+    g = round(round(acc + last) * coef)
+    m = fma(c1, g - m, m)                     # where c1 >= 0.5: fma(c1 - 1, g - m, g), as torch's lerp has it
+    v = fma(c2 * g, g, v * beta2)
+    p = p * decay + (a * m) / (sqrt(v) / b + eps)
+
+The scalars are `hyper_row`'s. Deviations from torch: the gradient is read as BF16 or FP32, summed over micro-batches
+and scaled on the way in; the compute weight is rounded on the way out; NaN is written to BF16 as 0x7fc0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from offload.kernels.accumulate import gradient, write
+from offload.kernels.arithmetic import fma, sqrt
+from offload.kernels.blocks import SPAN, part
+from offload.kernels.denormals import restore_mode, set_flush
+from offload.kernels.jit import Kernel, inner
+from offload.kernels.norm import make_lanes, sum_squares
+from offload.kernels.stream import drain, fence, make_stage
+
+__all__ = ["NUM_COLUMNS", "hyper_row", "update_tile"]
+
+# Columns of ``rows``, one row per parameter.
+LERP, SQUARE, BETA2, DECAY, STEP_SIZE, DEBIAS, EPS, COEF = range(8)
+NUM_COLUMNS = 8
+
+HALF = np.float32(0.5)
+ONE = np.float32(1.0)
+
+
+def hyper_row(group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[float, ...]:
+    """The scalars of one parameter's update, in double; storing them in ``rows`` rounds each once to float32.
+
+    ``group`` has lr (a float or a one-element tensor), betas, eps, weight_decay, maximize; ``step`` counts from 1;
+    ``coef`` is the clipping coefficient. Maximizing negates the gradient, which is exact.
+    """
+    lr, (beta1, beta2) = float(group["lr"]), (float(beta) for beta in group["betas"])
+    return (
+        1 - beta1,
+        1 - beta2,
+        beta2,
+        1 - lr * group["weight_decay"],
+        -lr / (1 - beta1**step),
+        math.sqrt(1 - beta2**step),
+        group["eps"],
+        -coef if group.get("maximize") else coef,
+    )
+
+
+@inner
+def update_span(grad, acc, master, exp_avg, exp_avg_sq, weight, rows, row):
+    """The update loop, over arrays of equal length that all belong to parameter ``row``."""
+    lerp, square, beta2, decay = rows[row, LERP], rows[row, SQUARE], rows[row, BETA2], rows[row, DECAY]
+    step_size, debias, eps, coef = rows[row, STEP_SIZE], rows[row, DEBIAS], rows[row, EPS], rows[row, COEF]
+    near = lerp < HALF
+    slope = lerp if near else lerp - ONE
+    for i in range(master.size):
+        g = gradient(grad, acc, i) * coef
+        m = exp_avg[i]
+        m = fma(slope, g - m, m if near else g)
+        v = fma(square * g, g, exp_avg_sq[i] * beta2)
+        p = master[i] * decay + (step_size * m) / (sqrt(v) / debias + eps)
+        exp_avg[i] = m
+        exp_avg_sq[i] = v
+        master[i] = p
+        write(weight, i, p)
+
+
+@inner
+def update_block(block, grad, acc, master, exp_avg, exp_avg_sq, weight, sums, nonfinite, blocks, rows, select, flush):
+    """Work item ``block`` of `update_tile`: span by span, so that staged weights stay in the L1 cache."""
+    start, stop, row = blocks[block, 0], blocks[block, 1], blocks[block, 2]
+    if select[row] == 0:
+        return
+    mode = set_flush(flush)
+    stage = make_stage(weight)
+    lanes = make_lanes(sums)
+    for first in range(start, stop, SPAN):
+        last = min(first + SPAN, stop)
+        sum_squares(grad, acc, sums, nonfinite, first, last, lanes)
+        update_span(
+            part(grad, first, last),
+            part(acc, first, last),
+            part(master, first, last),
+            part(exp_avg, first, last),
+            part(exp_avg_sq, first, last),
+            part(stage, 0, last - first),
+            rows,
+            row,
+        )
+        drain(stage, weight, first, last)
+    fence()
+    restore_mode(mode)
+
+
+@Kernel
+def update_tile(first, last, grad, acc, master, exp_avg, exp_avg_sq, weight, sums, nonfinite, blocks, rows, select, flush):
+    """One AdamW step of the selected parameters of a tile; all arrays have the tile's length n.
+
+    grad: uint16[n] (BF16 bits) or float32[n], the last micro-batch; acc: float32[n] or None, the ones before it.
+    master, exp_avg, exp_avg_sq: float32[n], in place. weight: uint16[n] (BF16 bits), float32[n] or None, out.
+    sums: float64[n // 1024], nonfinite: uint8[n // 1024], out, or both None: see `offload.kernels.norm`; of the gradient
+    before ``coef``. blocks: int64[k, 3]; rows: float32[r, 8]; select: uint8[r]; flush: bool, denormals are 0.
+    """
+    for block in prange(first, last):
+        update_block(
+            block, grad, acc, master, exp_avg, exp_avg_sq, weight, sums, nonfinite, blocks, rows, select, flush
+        )

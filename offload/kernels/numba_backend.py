@@ -1,0 +1,147 @@
+"""The default host backend: Numba kernels on the best thread team there is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offload.errors import ClosedError
+from offload.kernels.accumulate import accumulate_next, expand, fill_zero, round_weights
+from offload.kernels.backend import TileArrays, Variant
+from offload.kernels.blocks import BLOCK, NORM_BLOCK
+from offload.kernels.jit import Kernel, cache_folder
+from offload.kernels.norm import square_sums_of_tile
+from offload.kernels.rule import KernelRule
+from offload.kernels.team import Team, make_team
+
+__all__ = ["NumbaBackend"]
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": np.uint16, "fp32": np.float32}
+
+
+class NumbaBackend:
+    """`Backend` on this package's kernels; see `offload.kernels.adamw` for the bits.
+
+    ``variants`` are compiled by ``start`` (about a second each, less with a cache), and no others later. ``cache_dir``
+    keeps compiled kernels between processes; a folder that cannot be written is logged and not used.
+    """
+
+    name = "numba"
+
+    def __init__(
+        self,
+        rule: KernelRule,
+        *,
+        num_threads: int,
+        flush_denormals: bool = True,
+        variants: Collection[Variant] = (Variant(),),
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.rule = rule
+        self.flush_denormals = bool(flush_denormals)
+        self.variants = tuple(dict.fromkeys(variants))
+        self._num_threads = num_threads
+        self._cache_dir = cache_dir
+        self._team: Team | None = None
+
+    @property
+    def team(self) -> Team:
+        """The thread team, from ``start`` to ``close``."""
+        if self._team is None:
+            raise ClosedError("the numba backend is not running: call start() first, and nothing after close()")
+        return self._team
+
+    def start(self) -> None:
+        self._team = team = make_team(self._num_threads)
+        team.start()
+        cache = None if self._cache_dir is None else cache_folder(self._cache_dir, parallel=team.parallel)
+        for kernel, arguments in self._hot_calls():
+            self._compile(kernel, arguments, cache)
+        logger.info("numba backend: %s team of %d threads, %s", team.name, team.num_threads, self.variants)
+
+    def update(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> None:
+        self.team.run(self.rule.kernel, len(tile.blocks), self._update_arguments(tile, rows, select))
+
+    def accumulate(self, grad: np.ndarray, acc: np.ndarray, first: bool) -> None:
+        if first:
+            self._run_elementwise(expand, grad, acc)
+        else:
+            self.team.run(accumulate_next, _num_blocks(acc), (grad, acc, self.flush_denormals))
+
+    def square_sums(
+        self,
+        grad: np.ndarray,
+        acc: np.ndarray | None,
+        sums: np.ndarray,
+        nonfinite: np.ndarray,
+        blocks: np.ndarray,
+        select: np.ndarray,
+    ) -> None:
+        arguments = (grad, acc, sums, nonfinite, blocks, select, self.flush_denormals)
+        self.team.run(square_sums_of_tile, len(blocks), arguments)
+
+    def expand(self, weight: np.ndarray, master: np.ndarray) -> None:
+        self._run_elementwise(expand, weight, master)
+
+    def round_weights(self, master: np.ndarray, weight: np.ndarray) -> None:
+        self._run_elementwise(round_weights, master, weight)
+
+    def fill_zero(self, array: np.ndarray) -> None:
+        self._run_elementwise(fill_zero, array)
+
+    def close(self) -> None:
+        if self._team is not None:
+            self._team.close()
+            self._team = None
+
+    def _run_elementwise(self, kernel: Kernel, *arrays: np.ndarray) -> None:
+        """Run a kernel without hyperparameters. Some are only needed at construction: compiled when first used."""
+        if not kernel.is_compiled(arrays, parallel=self.team.parallel):
+            self._compile(kernel, arrays, None)
+        self.team.run(kernel, _num_blocks(arrays[-1]), arrays)
+
+    def _compile(self, kernel: Kernel, arguments: tuple[Any, ...], cache: Path | None) -> None:
+        kernel.compile(arguments, parallel=self.team.parallel, cache=cache)
+
+    def _update_arguments(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> tuple[Any, ...]:
+        state = (tile.grad, tile.acc, tile.master, *tile.moments, tile.weight)
+        return (*state, tile.sums, tile.nonfinite, tile.blocks, rows, select, self.flush_denormals)
+
+    def _hot_calls(self) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+        """The calls that may happen inside backward, with arguments of the right types."""
+        select = np.zeros(1, np.uint8)
+        rows = np.zeros((1, self.rule.num_columns), np.float32)
+        sums, nonfinite = np.zeros(1), np.zeros(1, np.uint8)
+        for variant in self.variants:
+            tile = _example_tile(variant, len(self.rule.state_names))
+            yield self.rule.kernel, self._update_arguments(tile, rows, select)
+            yield square_sums_of_tile, (tile.grad, tile.acc, sums, nonfinite, tile.blocks, select, self.flush_denormals)
+            if tile.acc is not None:
+                yield expand, (tile.grad, tile.acc)
+                yield accumulate_next, (tile.grad, tile.acc, self.flush_denormals)
+
+
+def _num_blocks(array: np.ndarray) -> int:
+    return -(-array.size // BLOCK)
+
+
+def _example_tile(variant: Variant, num_moments: int) -> TileArrays:
+    """Arrays with the types of a variant."""
+    state = [np.zeros(NORM_BLOCK, np.float32) for _ in range(num_moments + 2)]
+    return TileArrays(
+        grad=np.zeros(NORM_BLOCK, DTYPES[variant.grad]),
+        acc=state[-1] if variant.acc else None,
+        master=state[-2],
+        moments=tuple(state[:-2]),
+        weight=None if variant.weight is None else np.zeros(NORM_BLOCK, DTYPES[variant.weight]),
+        sums=np.zeros(1) if variant.sums else None,
+        nonfinite=np.zeros(1, np.uint8) if variant.sums else None,
+        blocks=np.zeros((0, 3), np.int64),
+    )

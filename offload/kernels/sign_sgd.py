@@ -1,0 +1,94 @@
+"""Sign SGD on one tile.
+
+Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (2018), with decoupled weight decay, in plain
+FP32, each operation rounded once::
+
+    g = round(round(acc + last) * coef)
+    p = p * decay + step_size * sign(g)       # step_size = -lr; sign(±0) = 0, sign(NaN) = NaN
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from offload.kernels.accumulate import gradient, write
+from offload.kernels.blocks import SPAN, part
+from offload.kernels.denormals import restore_mode, set_flush
+from offload.kernels.jit import Kernel, inner
+from offload.kernels.norm import make_lanes, sum_squares
+from offload.kernels.stream import drain, fence, make_stage
+
+__all__ = ["NUM_COLUMNS", "hyper_row", "update_tile"]
+
+# Columns of ``rows``, one row per parameter.
+DECAY, STEP_SIZE, COEF = range(3)
+NUM_COLUMNS = 3
+
+ZERO = np.float32(0.0)
+
+
+def hyper_row(group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[float, ...]:
+    """The scalars of one parameter's update, in double; storing them in ``rows`` rounds each once to float32.
+
+    ``group`` has lr (a float or a one-element tensor), weight_decay, maximize; ``step`` is not used.
+    """
+    lr = float(group["lr"])
+    return (1 - lr * group["weight_decay"], -lr, -coef if group.get("maximize") else coef)
+
+
+@inner
+def sign(value):
+    """-1, 0, 1 or NaN (float32) without a branch, so that loops around it vectorize."""
+    return np.float32(value > ZERO) - np.float32(value < ZERO) if value == value else value  # noqa: PLR0124
+
+
+@inner
+def update_span(grad, acc, master, weight, rows, row):
+    """The update loop, over arrays of equal length that all belong to parameter ``row``."""
+    decay, step_size, coef = rows[row, DECAY], rows[row, STEP_SIZE], rows[row, COEF]
+    for i in range(master.size):
+        p = master[i] * decay + step_size * sign(gradient(grad, acc, i) * coef)
+        master[i] = p
+        write(weight, i, p)
+
+
+@inner
+def update_block(block, grad, acc, master, weight, sums, nonfinite, blocks, rows, select, flush):
+    """Work item ``block`` of `update_tile`: span by span, so that staged weights stay in the L1 cache."""
+    start, stop, row = blocks[block, 0], blocks[block, 1], blocks[block, 2]
+    if select[row] == 0:
+        return
+    mode = set_flush(flush)
+    stage = make_stage(weight)
+    lanes = make_lanes(sums)
+    for first in range(start, stop, SPAN):
+        last = min(first + SPAN, stop)
+        sum_squares(grad, acc, sums, nonfinite, first, last, lanes)
+        update_span(
+            part(grad, first, last),
+            part(acc, first, last),
+            part(master, first, last),
+            part(stage, 0, last - first),
+            rows,
+            row,
+        )
+        drain(stage, weight, first, last)
+    fence()
+    restore_mode(mode)
+
+
+@Kernel
+def update_tile(first, last, grad, acc, master, weight, sums, nonfinite, blocks, rows, select, flush):
+    """One step of the selected parameters of a tile; all arrays have the tile's length n.
+
+    grad: uint16[n] (BF16 bits) or float32[n], the last micro-batch; acc: float32[n] or None, the ones before it.
+    master: float32[n], in place. weight: uint16[n] (BF16 bits), float32[n] or None, out.
+    sums: float64[n // 1024], nonfinite: uint8[n // 1024], out, or both None: see `offload.kernels.norm`; of the gradient
+    before ``coef``. blocks: int64[k, 3]; rows: float32[r, 3]; select: uint8[r]; flush: bool, denormals are 0.
+    """
+    for block in prange(first, last):
+        update_block(block, grad, acc, master, weight, sums, nonfinite, blocks, rows, select, flush)

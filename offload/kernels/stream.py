@@ -1,0 +1,100 @@
+"""Non-temporal stores: results that nobody reads soon go past the caches.
+
+An ordinary store first reads its cache line from memory. For the update kernel that is 2 of 30 bytes per element, so
+the weight is staged in the L1 cache (`make_stage`) and copied out in whole 64-byte lines (`drain`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from offload.kernels.blocks import SPAN
+
+__all__ = ["drain", "fence", "make_stage"]
+
+LINE_BYTES = 64
+LINE_MASK = LINE_BYTES - 1
+
+
+def make_stage(target: Any) -> Any:
+    """An uninitialised buffer of one span for ``target``'s elements, or None where the variant has no target."""
+    return None if target is None else np.empty(SPAN, target.dtype)
+
+
+@overload(make_stage)
+def _make_stage_overload(target):
+    if isinstance(target, types.NoneType):
+        return lambda target: None
+    return lambda target: np.empty(SPAN, target.dtype)
+
+
+def drain(stage: Any, target: Any, first: Any, last: Any) -> None:
+    """Copy ``stage[: last - first]`` to ``target[first:last]``, past the caches where the address allows it.
+
+    ``first`` is a multiple of 64 bytes of elements. Call `fence` before another thread or device may read.
+    """
+    if target is not None:
+        target[first:last] = stage[: last - first]
+
+
+@overload(drain)
+def _drain_overload(stage, target, first, last):
+    if isinstance(target, types.NoneType):
+        return lambda stage, target, first, last: None
+    per_line = LINE_BYTES // (target.dtype.bitwidth // 8)
+
+    def drain_lines(stage, target, first, last):
+        numel = last - first
+        streamed = 0
+        if target.ctypes.data & LINE_MASK == 0:  # a streaming store to any other address faults
+            num_lines = numel // per_line
+            for line in range(num_lines):
+                _stream_line(target, first // per_line + line, stage, line)
+            streamed = num_lines * per_line
+        for i in range(streamed, numel):
+            target[first + i] = stage[i]
+
+    return drain_lines
+
+
+def fence() -> None:
+    """Order streamed lines before whatever this thread does next."""
+
+
+@overload(fence)
+def _fence_overload():
+    return lambda: _llvm_fence()
+
+
+@intrinsic
+def _stream_line(typing_context, target, target_line, source, source_line):
+    """``target[64-byte line] = source[64-byte line]`` with a non-temporal store; ``target`` is 64-byte aligned."""
+
+    def codegen(context, builder, signature, arguments):
+        target_value, target_line_value, source_value, source_line_value = arguments
+        line = ir.VectorType(ir.IntType(32), LINE_BYTES // 4)
+
+        def address(array_type, array_value, index):
+            data = context.make_array(array_type)(context, builder, array_value).data
+            return builder.gep(builder.bitcast(data, line.as_pointer()), [index])
+
+        value = builder.load(address(source, source_value, source_line_value), align=4)
+        store = builder.store(value, address(target, target_value, target_line_value), align=LINE_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp), codegen
+
+
+@intrinsic
+def _llvm_fence(typing_context):
+    def codegen(context, builder, signature, arguments):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen

@@ -1,0 +1,149 @@
+"""What the optimizer knows of each parameter: `ParamRecord`, checked at construction.
+
+State and transfers treat a parameter as a flat range in *memory order*: the 1-D view of its storage, whatever its
+strides (transposed weights, channels-last convolutions). So the parameter must be dense: no gaps, no overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.distributed import local_shard, shard_like
+from offload.errors import GradientError, ParameterError, UnsupportedDtypeError
+from offload.layout import Kind, ParamSpec
+
+__all__ = ["DTYPE_NAMES", "ParamRecord", "flat_view", "make_record"]
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""Dtypes of weights and gradients that the kernels read and write."""
+
+
+@dataclass(eq=False)
+class ParamRecord:
+    """A trainable parameter, its dtype kind, and the version of its weight that the master agrees with."""
+
+    index: int
+    name: str
+    has_name: bool
+    param: torch.Tensor
+    group: dict[str, Any]
+    kind: Kind
+    num_steps: int = 0
+    seen: tuple[int, int] = (0, 0)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the local shard."""
+        return local_shard(self.param).numel()
+
+    @property
+    def spec(self) -> ParamSpec:
+        """The parameter as the layout sees it."""
+        return ParamSpec(self.index, self.name if self.has_name else None, self.numel, self.kind)
+
+    def weight(self) -> torch.Tensor:
+        """The compute weight as a 1-D view in memory order."""
+        return flat_view(local_shard(self.param), self.name)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """A view of the flat range `flat` with the parameter's shape, strides and sharding."""
+        local = local_shard(self.param)
+        return shard_like(self.param, flat.as_strided(local.shape, local.stride()))
+
+    def flat_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """`gradient` as a 1-D tensor in the parameter's memory order; copied only where its strides differ.
+
+        Raises:
+            GradientError: its dtype, layout, device or shape is not what the parameter's weight calls for.
+        """
+        local = local_shard(gradient)
+        weight = local_shard(self.param)
+        self._check_gradient(local, weight)
+        if local.stride() != weight.stride() or not _is_dense(local):
+            local = torch.empty_strided(weight.shape, weight.stride(), dtype=local.dtype, device=local.device).copy_(local)
+        return flat_view(local, self.name)
+
+    def note_weight(self) -> None:
+        """Remember the weight as it is now: masters agree with it."""
+        self.seen = self._fingerprint()
+
+    def weight_changed(self) -> bool:
+        """Whether the weight was written or replaced since `note_weight`, as far as torch shows it."""
+        return self.seen != self._fingerprint()
+
+    def _fingerprint(self) -> tuple[int, int]:
+        return self.param._version, local_shard(self.param).data_ptr()
+
+    def _check_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise GradientError(f"{self.name}: its gradient is {gradient.layout}; sparse gradients are not supported "
+                                "(build the embedding with sparse=False)")
+        if DTYPE_NAMES.get(gradient.dtype) != self.kind.grad:
+            raise GradientError(f"{self.name}: its gradient is {gradient.dtype}, expected {self.kind.grad} as for "
+                                f"its {weight.dtype} weight")
+        if gradient.device != weight.device or gradient.shape != weight.shape:
+            raise GradientError(f"{self.name}: its gradient is {tuple(gradient.shape)} on {gradient.device}, its "
+                                f"weight {tuple(weight.shape)} on {weight.device}; was the parameter replaced after "
+                                "the optimizer was built? Build the optimizer after fully_shard or prepare()")
+
+
+def make_record(index: int, name: str | None, param: torch.Tensor, group: dict[str, Any]) -> ParamRecord:
+    """Check `param` and describe it.
+
+    Args:
+        index: its position among all parameters of the optimizer.
+        name: its qualified name, or None where the user gave none; messages then say ``parameter #index``.
+        param: a BF16 or FP32 leaf, on a device with memory.
+        group: its param group.
+
+    Raises:
+        UnsupportedDtypeError: FP16, FP64, complex, sparse or meta.
+        ParameterError: not dense in memory.
+    """
+    label = name if name is not None else f"parameter #{index}"
+    local = local_shard(param)
+    if local.layout is not torch.strided:
+        raise UnsupportedDtypeError(f"{label} is {local.layout}; only dense parameters are supported (use to_dense())")
+    if local.device.type == "meta":
+        raise UnsupportedDtypeError(f"{label} is on the meta device and has no data; materialize the model "
+                                    "(to_empty() and an initialization) before the optimizer is built")
+    if local.dtype not in DTYPE_NAMES:
+        raise UnsupportedDtypeError(f"{label} is {local.dtype}; supported are torch.bfloat16 and torch.float32 (convert "
+                                    "the model, or use offload.cast_compute_weights on an FP32 model)")
+    if not _is_dense(local):
+        raise ParameterError(f"{label} has shape {tuple(local.shape)} and strides {local.stride()}, which leave gaps or "
+                             "overlap in memory; make it a parameter of its own with param.data = param.data.clone()")
+    weight = DTYPE_NAMES[local.dtype]
+    gradient = DTYPE_NAMES.get(getattr(param, "grad_dtype", None) or local.dtype)
+    if gradient is None:
+        raise UnsupportedDtypeError(f"{label} has grad_dtype {param.grad_dtype}; supported are torch.bfloat16 and "
+                                    "torch.float32")
+    return ParamRecord(index, label, name is not None, param, group, Kind(gradient, weight))
+
+
+def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A dense tensor's memory as a 1-D view.
+
+    Raises:
+        ParameterError: the tensor is not dense (any more).
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if not _is_dense(tensor):
+        raise ParameterError(f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: not dense in memory")
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,86 @@
+"""From an FP32 model to BF16 compute weights and FP32 masters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from offload.distributed import local_shard
+from offload.errors import ConfigError, UnsupportedDtypeError
+
+__all__ = ["Masters", "cast_compute_weights"]
+
+
+class Masters(Mapping[str, torch.Tensor]):
+    """FP32 values of cast parameters on the CPU, by qualified name; hand it to the optimizer as ``masters=``."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, torch.Tensor] = {}
+        self._by_parameter: dict[torch.Tensor, torch.Tensor] = {}
+
+    def add(self, name: str, parameter: torch.Tensor, master: torch.Tensor) -> None:
+        """Keep `master` for `parameter`."""
+        self._by_name[name] = self._by_parameter[parameter] = master
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The FP32 values of `parameter`, or None where it was not cast."""
+        return self._by_parameter.get(parameter)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+
+def cast_compute_weights(
+    model: torch.nn.Module,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    keep_fp32: str | Callable[[str], bool] | None = None,
+) -> Masters:
+    """Cast the FP32 parameters of `model` in place and return their FP32 values.
+
+    Parameters stay the same objects, so ties and references stay; buffers and parameters of other dtypes are not
+    touched. The masters lie in (pageable) host memory; the optimizer copies them, so they can be dropped afterwards.
+
+    Args:
+        model: any module; its FP32 parameters may lie on a GPU.
+        dtype: of the compute weights: ``torch.bfloat16``, or ``torch.float32`` to cast nothing.
+        keep_fp32: names to be left FP32 (routers, norms): a regular expression that is searched for, or a predicate.
+
+    Raises:
+        ConfigError: `dtype` is neither; `keep_fp32` is no regular expression.
+        UnsupportedDtypeError: a parameter is on the meta device.
+    """
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"dtype={dtype}: compute weights are torch.bfloat16 or torch.float32")
+    keep = _predicate(keep_fp32)
+    masters = Masters()
+    if dtype is torch.float32:
+        return masters
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is not torch.float32 or keep(name):
+            continue
+        if parameter.device.type == "meta":
+            raise UnsupportedDtypeError(f"{name} is on the meta device: materialize the model before casting it")
+        masters.add(name, parameter, local_shard(parameter).to("cpu", copy=True))
+        parameter.data = parameter.data.to(dtype)
+    return masters
+
+
+def _predicate(keep_fp32: str | Callable[[str], bool] | None) -> Callable[[str], bool]:
+    if keep_fp32 is None:
+        return lambda name: False
+    if callable(keep_fp32):
+        return keep_fp32
+    try:
+        pattern = re.compile(keep_fp32)
+    except re.error as error:
+        raise ConfigError(f"keep_fp32={keep_fp32!r} is no regular expression: {error}") from None
+    return lambda name: pattern.search(name) is not None

@@ -1,0 +1,93 @@
+"""What a step did: `StepReport`, and the clock that fills its timings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+__all__ = ["StageClock", "StepReport"]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step, after the fact. ``str()`` is one readable line, `as_dict` is flat, for loggers."""
+
+    step: int
+    """Steps taken by the optimizer so far, this one and skipped ones included."""
+
+    grad_norm: float
+    """Global L2 norm of the gradients before clipping."""
+
+    clipped: bool = False
+    """Whether the clip coefficient was below 1."""
+
+    skipped: bool = False
+    """Whether non-finite gradients made the step change nothing (``nonfinite="skip"``)."""
+
+    clip_coefficient: float = 1.0
+    """What gradients were multiplied with."""
+
+    mode: str = ""
+    """The mode that ran."""
+
+    early_tiles: int = 0
+    """Tiles that were stepped inside backward."""
+
+    late_tiles: int = 0
+    """Tiles that were stepped at ``step()``."""
+
+    bytes_to_host: int = 0
+    """Gradient bytes that crossed to the host."""
+
+    bytes_to_device: int = 0
+    """Weight bytes that crossed to the device."""
+
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by stage: ``wait_gradient``, ``kernel``, ``wait_slot``, ``issue`` are the worker's since the step
+    before; ``hook`` is what gradient hooks took, held-up time included; ``exposed`` is what ``step()`` itself took."""
+
+    def as_dict(self, prefix: str = "offload/") -> dict[str, float]:
+        """Flat name → number, for wandb, tensorboard and the like."""
+        numbers = {name: float(value) for name, value in vars(self).items() if isinstance(value, bool | int | float)}
+        numbers |= {f"seconds/{stage}": seconds for stage, seconds in self.timings.items()}
+        return {prefix + name: number for name, number in numbers.items()}
+
+    def __str__(self) -> str:
+        stages = " ".join(f"{stage} {1e3 * seconds:.1f}" for stage, seconds in self.timings.items())
+        flags = ", clipped" * self.clipped + ", skipped" * self.skipped
+        return (f"step {self.step} ({self.mode}{flags}): norm {self.grad_norm:.4g}, tiles {self.early_tiles} early "
+                f"{self.late_tiles} late, {self.bytes_to_host / 1e6:.1f} MB in {self.bytes_to_device / 1e6:.1f} MB out, "
+                f"ms: {stages}")
+
+
+class StageClock:
+    """Seconds and counts by stage. Each stage belongs to one thread; `take` is called when that thread is idle."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time that the block takes to stage `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds to a stage."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def count(self, name: str, number: int) -> None:
+        """Add to a counter."""
+        self._counts[name] = self._counts.get(name, 0) + number
+
+    def take(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Seconds and counts so far; both start again from nothing."""
+        taken = self._seconds, self._counts
+        self._seconds, self._counts = {}, {}
+        return taken

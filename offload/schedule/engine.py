@@ -1,0 +1,449 @@
+"""The engine: gradient hooks in, steps out. One engine for every mode.
+
+A mode is a placement and a time. The placement is the stepper's business; the time is decided here: with
+``early=True`` a tile is updated inside backward, as soon as its last gradient has reached the host (the wavefront);
+otherwise, and whatever the ledger calls irregular, at ``step()``. Clipping and the treatment of non-finite
+gradients need the norm of all gradients first, so with either of them nothing is early: gradients stream to the
+host during backward all the same, and are applied when the verdict is known.
+
+Between backward and ``step()`` state is either untouched (`untouched`) or a mixture of two steps; whatever would
+see or make a mixture raises.
+
+Life of a step::
+
+    hook → watch (which backward?) → ledger (accumulate, hold, step?) → stepper (worker: copy, kernel, copy back)
+    step() → gradients assigned by hand → verdict → leftovers → all weights arrived → counts and report
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import (
+    GradientError,
+    HyperparameterChangedError,
+    MidStepError,
+    NoGradientError,
+    NonFiniteGradientError,
+    UndeclaredBackwardError,
+)
+from offload.kernels.norm import add_blocks
+from offload.layout import ALIGN, Chunk, Span, build_chunks
+from offload.parameters import ParamRecord
+from offload.report import StageClock, StepReport
+from offload.schedule.backward import BackwardWatch
+from offload.schedule.ledger import Intake, Ledger
+from offload.schedule.stepper import Rows, Stepper
+from offload.schedule.verdict import Verdict, judge, total_norm
+from offload.schedule.worker import Worker
+
+__all__ = ["Engine", "Policy"]
+
+logger = logging.getLogger(__name__)
+
+
+class Policy:
+    """How steps are taken: what the user asked for, in the engine's terms.
+
+    Args:
+        mode: its name, for reports.
+        early: update inside backward.
+        accumulation_steps: declared backward passes per step.
+        max_grad_norm: limit of the global L2 norm, or None.
+        nonfinite: ``"propagate"``, ``"skip"`` or ``"raise"``.
+    """
+
+    def __init__(
+        self, *, mode: str, early: bool, accumulation_steps: int, max_grad_norm: float | None, nonfinite: str
+    ) -> None:
+        self.mode = mode
+        self.accumulation_steps = accumulation_steps
+        self.max_grad_norm = max_grad_norm
+        self.nonfinite = nonfinite
+        self.needs_norm_first = max_grad_norm is not None or nonfinite != "propagate"
+        self.early = early and not self.needs_norm_first
+
+
+class Engine:
+    """Drives one stepper for one optimizer.
+
+    Args:
+        tile_numel, chunk_by: as in `OffloadConfig`, for the layout.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        stepper: Stepper,
+        worker: Worker,
+        clock: StageClock,
+        tile_numel: int,
+        chunk_by: Any = None,
+    ) -> None:
+        self.policy = policy
+        self.records: dict[int, ParamRecord] = {}
+        self.chunks: list[Chunk] = []
+        self.report: StepReport | None = None
+        self.num_steps = 0
+        self._stepper, self._worker, self._clock = stepper, worker, clock
+        self._tile_numel, self._chunk_by = tile_numel, chunk_by
+        self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
+        self._watch = BackwardWatch(self._ledger.end_backward)
+        self._hooks: list[RemovableHandle] = []
+        self._rows: Rows | None = None
+        self._snapshot: list[dict[str, Any]] | None = None
+        self._begun = False
+        self._hook_seconds = 0.0
+
+    # Parameters -------------------------------------------------------------------------------------------------
+
+    def add(self, records: Sequence[ParamRecord], masters: Mapping[int, torch.Tensor]) -> None:
+        """Lay out, allocate and hook `records`.
+
+        Args:
+            masters: FP32 masters by parameter index, shaped as the parameter; the weights serve for the others.
+        """
+        if not records:
+            return
+        by_index = {record.index: record for record in records}
+        chunks = build_chunks(
+            [record.spec for record in records],
+            tile_numel=self._tile_numel,
+            first_index=len(self.chunks),
+            chunk_by=self._chunk_by,
+        )
+        self._stepper.add_chunks(chunks, by_index, masters)
+        self.records |= by_index
+        self.chunks += chunks
+        for chunk in chunks:
+            self._ledger.add_chunk(chunk.index, [span.param for span in chunk.spans])
+        for record in records:
+            record.note_weight()
+            self._hooks.append(self._hook(record))
+
+    def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
+        """The parameter's FP32 state as views shaped, strided and sharded as the parameter is."""
+        return {name: record.shaped(flat) for name, flat in self._stepper.state(record).items()}
+
+    def _hook(self, record: ParamRecord) -> RemovableHandle:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            start = time.perf_counter()
+            self._receive(record)
+            self._hook_seconds += time.perf_counter() - start
+
+        return record.param.register_post_accumulate_grad_hook(on_gradient)
+
+    # Backward ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, record: ParamRecord) -> None:
+        """A gradient has come: take it out of ``param.grad`` and pass it on. Runs inside backward."""
+        gradient, record.param.grad = record.param.grad, None
+        if gradient is None or self._worker.failed:
+            return
+        if not self._watch.note_fire() and self._ledger.touched:
+            raise MidStepError(self._unfinished("an earlier backward pass ended with an exception"))
+        if self._ledger.is_extra(record.index):
+            raise UndeclaredBackwardError(self._extra(record))
+        self._begin()
+        self._take_in(record, record.flat_gradient(gradient))
+
+    def _take_in(self, record: ParamRecord, gradient: torch.Tensor) -> None:
+        intake = self._ledger.fire(record.index)
+        if intake is Intake.ACCUMULATE:
+            self._stepper.accumulate(record, gradient)
+        elif intake is Intake.HOLD:
+            self._stepper.hold(record, gradient)
+        else:
+            self._stepper.step_early(record, gradient, self._early_rows())
+
+    def _begin(self) -> None:
+        """At a step's first gradient: masters must agree with the weights that made it."""
+        if not self._begun:
+            self._begun = True
+            self._take_changed_weights()
+
+    def _early_rows(self) -> Rows:
+        """Hyperparameters as they are at the step's first update; `step` checks that they stayed."""
+        if self._rows is None:
+            self._snapshot = self._hyperparameters()
+            self._rows = self._make_rows(coefficient=1.0)
+        return self._rows
+
+    def enter_accumulate(self, inside: bool) -> None:
+        """The optimizer's ``accumulate()`` context is entered or left."""
+        self._ledger.enter_accumulate(inside)
+
+    @property
+    def in_accumulate(self) -> bool:
+        """Whether that context is open."""
+        return self._ledger.in_accumulate
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Apply what came since the last step.
+
+        Raises:
+            NoGradientError: nothing came.
+            MidStepError: the last backward pass did not end.
+            HyperparameterChangedError: see there.
+            NonFiniteGradientError: the policy is to raise; nothing was changed.
+            WorkerError: the worker failed.
+        """
+        start = time.perf_counter()
+        self._worker.raise_error()
+        if self._watch.interrupted and self._ledger.touched:
+            raise MidStepError(self._unfinished("the last backward pass ended with an exception"))
+        self._take_assigned_gradients()
+        if not self._ledger.touched:
+            raise NoGradientError("step(): no gradient has arrived since the last step. Call loss.backward() first; if "
+                                  "it ran, its graph does not reach this optimizer's parameters (were they replaced "
+                                  "after the optimizer was built?)")
+        self._check_hyperparameters()
+        self._note_short_step()
+        verdict = self._judge_first() if self.policy.needs_norm_first else None
+        if verdict is None or not verdict.skip:
+            self._apply(verdict)
+        self._conclude(verdict or Verdict(self._norm()), start)
+
+    def _apply(self, verdict: Verdict | None) -> None:
+        rows = self._rows or self._make_rows(coefficient=verdict.coefficient if verdict else 1.0)
+        self._stepper.step_rest(rows, with_sums=verdict is None)
+        self._stepper.finish()
+        for record in self._fired():
+            record.num_steps += 1
+            record.note_weight()
+
+    def _judge_first(self) -> Verdict:
+        self._stepper.measure()
+        self._stepper.finish()
+        culprit = self._first_nonfinite()
+        if culprit is not None and self.policy.nonfinite == "raise":
+            self.discard()
+            raise NonFiniteGradientError(f"the gradient of {culprit.name} holds an inf or a NaN (nonfinite='raise'); "
+                                         "nothing was changed and the gradients were dropped")
+        verdict = judge(
+            self._norm(),
+            nonfinite=culprit is not None,
+            max_norm=self.policy.max_grad_norm,
+            skip_nonfinite=self.policy.nonfinite == "skip",
+        )
+        if verdict.skip and culprit is not None:
+            logger.warning("step %d skipped: the gradient of %s holds an inf or a NaN", self.num_steps + 1, culprit.name)
+        return verdict
+
+    def _conclude(self, verdict: Verdict, start: float) -> None:
+        self._ledger.end_step()
+        self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
+        self._begun, self._rows, self._snapshot = False, None, None
+        self.num_steps += 1
+        seconds, counts = self._clock.take()
+        seconds |= {"hook": self._hook_seconds, "exposed": time.perf_counter() - start}
+        self._hook_seconds = 0.0
+        self.report = StepReport(
+            step=self.num_steps,
+            grad_norm=verdict.norm,
+            clipped=verdict.clipped,
+            skipped=verdict.skip,
+            clip_coefficient=verdict.coefficient,
+            mode=self.policy.mode,
+            timings=seconds,
+            **counts,
+        )
+
+    def _take_assigned_gradients(self) -> None:
+        """Gradients that stand in ``param.grad``: assigned by hand, or made while no hook was there."""
+        for record in self.records.values():
+            if record.param.grad is None:
+                continue
+            if self._ledger.is_stepped(record.index):
+                raise GradientError(f"{record.name} has a gradient in .grad, but its update of this step was applied "
+                                    "during backward; assign gradients before backward, or set .grad to None")
+            self._begin()
+            gradient, record.param.grad = record.param.grad, None
+            self._ledger.note_fire(record.index)
+            self._stepper.hold(record, record.flat_gradient(gradient))
+
+    def _note_short_step(self) -> None:
+        most = max(self._ledger.fires(index) for index in self.records)
+        if most < self.policy.accumulation_steps:
+            logger.info("step %d: %d of %d declared micro-batches came; stepping with what arrived",
+                        self.num_steps + 1, most, self.policy.accumulation_steps)
+
+    # Norm and hyperparameters -----------------------------------------------------------------------------------
+
+    def _spans(self) -> Iterable[tuple[Chunk, Span]]:
+        """The parts of all parameters that got a gradient, in the optimizer's order of parameters."""
+        spans = [(chunk, span) for chunk in self.chunks for span in chunk.spans if self._ledger.fires(span.param)]
+        return sorted(spans, key=lambda item: item[1].param)
+
+    def _norm(self) -> float:
+        sums = []
+        for chunk, span in self._spans():
+            first, last = _block_range(span)
+            sums.append(add_blocks(self._stepper.block_sums(chunk.index).sums, first, last))
+        return total_norm(sums)
+
+    def _first_nonfinite(self) -> ParamRecord | None:
+        for chunk, span in self._spans():
+            first, last = _block_range(span)
+            if self._stepper.block_sums(chunk.index).nonfinite[first:last].any():
+                return self.records[span.param]
+        return None
+
+    def _make_rows(self, *, coefficient: float) -> Rows:
+        return {chunk.index: self._chunk_rows(chunk, coefficient) for chunk in self.chunks}
+
+    def _chunk_rows(self, chunk: Chunk, coefficient: float) -> np.ndarray:
+        records = [self.records[span.param] for span in chunk.spans]
+        rows = [self._stepper.rule.row(record.group, record.num_steps + 1, coefficient) for record in records]
+        return np.array(rows, np.float32).reshape(len(rows), self._stepper.rule.num_columns)
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        groups = {id(record.group): record.group for record in self.records.values()}
+        return [{key: _value(value) for key, value in group.items() if key != "params"} for group in groups.values()]
+
+    def _check_hyperparameters(self) -> None:
+        if self._snapshot is None:
+            return
+        for before, now in zip(self._snapshot, self._hyperparameters(), strict=False):
+            for key in before.keys() & now.keys():
+                if before[key] != now[key]:
+                    raise HyperparameterChangedError(
+                        f"{key} changed from {before[key]!r} to {now[key]!r} after parts of this step were applied "
+                        f"during backward ({self._some_stepped()}); change hyperparameters after step() or before "
+                        "backward"
+                    )
+
+    # State between steps ----------------------------------------------------------------------------------------
+
+    @property
+    def untouched(self) -> bool:
+        """Whether state is that of the last finished step, with nothing of the next one in it."""
+        return not self._stepper.stepped_early
+
+    def require_untouched(self, what: str) -> None:
+        """Raise where `what` would see a mixture of two steps.
+
+        Raises:
+            MidStepError: parts of the coming step were applied already.
+            WorkerError: the worker failed.
+        """
+        self._worker.raise_error()
+        if not self.untouched:
+            raise MidStepError(f"{what} between backward and step(): {self._some_stepped()} already hold the new step, "
+                               "others the old one; call step() first")
+
+    def discard(self) -> None:
+        """Forget the gradients since the last step.
+
+        Raises:
+            MidStepError: parts of the step were applied already.
+        """
+        if not self._ledger.touched and not self._watch.interrupted:
+            return
+        if not self.untouched:
+            raise MidStepError(f"zero_grad() after a backward whose gradients were partly applied: {self._some_stepped()} "
+                               "already hold the new step. Call step() first; to be able to drop a step, use "
+                               "max_grad_norm= or nonfinite='skip', with which nothing is applied before step()")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all gradients, whatever became of them: for `discard`, and before state is loaded.
+
+        Raises:
+            WorkerError: the worker failed.
+        """
+        self._worker.raise_error()
+        self._stepper.finish()
+        self._ledger.forget()
+        self._watch.reset()
+        self._stepper.end_step([chunk.index for chunk in self.chunks])
+        self._begun, self._rows, self._snapshot = False, None, None
+
+    def synchronize(self) -> None:
+        """Block until everything that was submitted is done."""
+        self._worker.raise_error()
+        self._stepper.finish()
+
+    def resync(self) -> list[str]:
+        """Take masters anew from the weights, where those do not agree; the names of these parameters."""
+        self.require_untouched("resync()")
+        records = list(self.records.values())
+        changed = self._stepper.load_weights(records)
+        for record in records:
+            record.note_weight()
+        return [self.records[index].name for index in sorted(changed)]
+
+    def take_masters(self, written: Sequence[ParamRecord]) -> None:
+        """After state was loaded: weights of `written` come from their masters, masters of all others from the weights."""
+        mastered = {record.index for record in written}
+        others = [record for index, record in self.records.items() if index not in mastered]
+        self._stepper.load_weights(others, force=True)
+        self._stepper.store_weights(written)
+        for record in self.records.values():
+            record.note_weight()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the optimizer maps."""
+        return self._stepper.host_bytes
+
+    def close(self) -> None:
+        """Remove hooks, end the worker, release memory. Safe to call twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._stepper.close()
+        self._worker.close()
+
+    def _take_changed_weights(self) -> None:
+        stale = [record for record in self.records.values() if record.weight_changed()]
+        if not stale:
+            return
+        changed = self._stepper.load_weights(stale)
+        for record in stale:
+            record.note_weight()
+        if changed:
+            names = ", ".join(self.records[index].name for index in sorted(changed)[:3])
+            logger.warning("weights of %d parameter(s) were changed outside the optimizer (%s ...): their masters were "
+                           "taken anew from the weights, the moments were kept", len(changed), names)
+
+    # Words ------------------------------------------------------------------------------------------------------
+
+    def _fired(self) -> list[ParamRecord]:
+        return [record for index, record in self.records.items() if self._ledger.fires(index)]
+
+    def _some_stepped(self) -> str:
+        names = self._stepper.stepped_early
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more chunks" if len(names) > 4 else "")
+
+    def _unfinished(self, what: str) -> str:
+        if self.untouched:
+            return f"{what}; its gradients are incomplete: call zero_grad() to drop them, then run backward again"
+        return (f"{what} after {self._some_stepped()} had been updated, so the state is part old, part new; load the last "
+                "checkpoint (load_state_dict) to go on")
+
+    def _extra(self, record: ParamRecord) -> str:
+        declared = self.policy.accumulation_steps
+        applied = f" ({self._some_stepped()} already hold step {self.num_steps + 1})" if not self.untouched else ""
+        return (f"{record.name} got a gradient of one backward pass more than the {declared} declared for step "
+                f"{self.num_steps + 1}{applied}. Call step() after {declared} backward pass(es), or declare more: "
+                f"accumulation_steps={declared + 1}, or `with opt.accumulate(): loss.backward()` for all but the last. "
+                "The gradient was dropped; step() still applies what came before it")
+
+
+def _block_range(span: Span) -> tuple[int, int]:
+    return span.start // ALIGN, -(-(span.start + span.numel) // ALIGN)
+
+
+def _value(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -1,0 +1,392 @@
+"""The jobs that the worker runs for chunks whose state lives on the host: one tile or one piece each.
+
+A gradient takes one of three ways: straight into its tile's update (`StepTile` with arrivals), into the held
+gradients of its chunk (`HoldPiece`), or into the FP32 accumulator (`AccumulatePiece`). What was held or accumulated
+is applied by `StepTile` without arrivals. New weights leave through the second ring.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.host_state import ChunkState, HostGradients, TileState, numpy_dtype, torch_dtype
+from offload.kernels.backend import Backend, TileArrays
+from offload.layout import Piece
+from offload.report import StageClock
+from offload.transfer.ring import Ring, Slot
+from offload.transfer.transport import Copy, Ready, Transfer, Transport
+
+__all__ = [
+    "AccumulatePiece",
+    "Arrival",
+    "HoldPiece",
+    "Launch",
+    "LoadTile",
+    "MeasureTile",
+    "Pipeline",
+    "StepTile",
+    "StoreTile",
+]
+
+Array = npt.NDArray[Any]
+
+
+class Arrival(NamedTuple):
+    """A gradient (or weight) on the device, flat in memory order, and the point on its stream where it is complete."""
+
+    flat: torch.Tensor
+    ready: Ready
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel call of a tile: which rows take part, and where their gradients are.
+
+    `fresh`: the gradient array is what has just arrived or was held; otherwise it is the accumulator itself.
+    `adds`: the accumulator is added to it inside the kernel.
+    """
+
+    select: Array
+    fresh: bool
+    adds: bool
+
+
+class Pipeline:
+    """What the jobs share. Used by the worker's thread alone."""
+
+    def __init__(self, transport: Transport, backend: Backend, to_host: Ring, to_device: Ring, clock: StageClock) -> None:
+        self.transport = transport
+        self.backend = backend
+        self.to_host = to_host
+        self.clock = clock
+        self._to_device = to_device
+        self._returning: deque[tuple[Transfer, Slot]] = deque()
+
+    def wait(self, transfer: Transfer | None) -> None:
+        """Until a copy to the host has ended."""
+        if transfer is not None:
+            with self.clock.stage("wait_gradient"):
+                self.transport.wait(transfer)
+
+    def take_out_slot(self) -> Slot:
+        """A slot for new weights; waits for the oldest weights to have left where all are taken."""
+        while (slot := self._to_device.try_acquire()) is None:
+            with self.clock.stage("wait_slot"):
+                self._reap()
+        return slot
+
+    def send(self, slot: Slot, copies: Sequence[Copy], after: Sequence[Ready]) -> None:
+        """Start copying weights from `slot`; the slot comes back when they have arrived."""
+        with self.clock.stage("issue"):
+            transfer = self.transport.issue_to_device(copies, after)
+        self.clock.count("bytes_to_device", transfer.num_bytes)
+        self._returning.append((transfer, slot))
+
+    def finish_returns(self) -> None:
+        """Until all weights have arrived."""
+        while self._returning:
+            with self.clock.stage("wait_slot"):
+                self._reap()
+
+    def _reap(self) -> None:
+        transfer, slot = self._returning.popleft()
+        self.transport.wait(transfer)
+        self._to_device.release(slot)
+
+
+class _CopyIn:
+    """A job that brings pieces of device tensors into one slot of the ring."""
+
+    def __init__(self, pipe: Pipeline, dtype: str, numel: int, sources: Sequence[tuple[Arrival, Piece, int]]) -> None:
+        """`sources`: arrival, the piece of it to be copied, and the element of the slot where it goes."""
+        self._pipe = pipe
+        self._dtype = dtype
+        self._numel = numel
+        self._sources = sources
+        self._slot: Slot | None = None
+        self._transfer: Transfer | None = None
+
+    def issue(self) -> bool:
+        """Start the copies; the gradient stays alive until they have ended."""
+        if not self._sources:
+            return True
+        self._slot = self._pipe.to_host.try_acquire()
+        if self._slot is None:
+            return False
+        with self._pipe.clock.stage("issue"):
+            slot = self._slot.tensor(torch_dtype(self._dtype), self._numel)
+            copies = [
+                Copy(slot[start : start + piece.numel], arrival.flat[piece.param_start : piece.param_start + piece.numel])
+                for arrival, piece, start in self._sources
+            ]
+            self._transfer = self._pipe.transport.issue_to_host(copies, [arrival.ready for arrival, *_ in self._sources])
+        self._pipe.clock.count("bytes_to_host", self._transfer.num_bytes)
+        self._sources = ()
+        return True
+
+    def drop(self, error: BaseException) -> None:
+        """Let go of the gradients."""
+        self._sources = ()
+        self._transfer = None
+
+    def _wait(self) -> Array:
+        """Until the copies have ended; the slot's contents as kernels see them."""
+        assert self._slot is not None
+        self._pipe.wait(self._transfer)
+        self._transfer = None
+        return self._slot.array(numpy_dtype(self._dtype), self._numel)
+
+    def _release(self) -> None:
+        if self._slot is not None:
+            self._pipe.to_host.release(self._slot)
+
+
+class StepTile(_CopyIn):
+    """Update one tile and send its new weights.
+
+    Args:
+        arrivals: by parameter, where the gradients come straight from the device; None: they are held or accumulated.
+        launches: the kernel calls; their rows are disjoint.
+        rows: hyperparameters, one row per parameter of the chunk.
+        weights: flat compute weight by parameter.
+        owners: by parameter, the user's tensor whose version counts writes.
+        after: points that the device must have passed before weights may be written.
+        with_sums: whether the update also takes the squared sums.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        chunk: ChunkState,
+        tile: TileState,
+        gradients: HostGradients,
+        *,
+        arrivals: Mapping[int, Arrival] | None,
+        launches: Sequence[Launch],
+        rows: Array,
+        weights: Mapping[int, torch.Tensor],
+        owners: Mapping[int, torch.Tensor],
+        after: Sequence[Ready] = (),
+        with_sums: bool = True,
+    ) -> None:
+        pieces = tile.tile.pieces
+        sources = [] if arrivals is None else [(arrivals[p.param], p, p.tile_start) for p in pieces]
+        super().__init__(pipe, chunk.chunk.kind.grad, tile.tile.numel, sources)
+        self._chunk, self._tile, self._gradients = chunk, tile, gradients
+        self._from_device = arrivals is not None
+        self._launches, self._rows, self._with_sums = launches, rows, with_sums
+        self._weights, self._owners, self._after = weights, owners, after
+
+    def finish(self) -> None:
+        """Wait for the gradients, run the kernels, start the way back."""
+        fresh = self._wait() if self._from_device else None
+        out = self._pipe.take_out_slot()
+        kind, numel = self._chunk.chunk.kind, self._tile.tile.numel
+        weight = out.array(numpy_dtype(kind.weight), numel)
+        with self._pipe.clock.stage("kernel"):
+            for launch in self._launches:
+                arrays = _tile_arrays(self._chunk, self._tile, self._gradients, launch, fresh, weight, self._with_sums)
+                self._pipe.backend.update(arrays, self._rows, launch.select)
+        self._release()
+        self._send(out)
+
+    def _send(self, out: Slot) -> None:
+        slot = out.tensor(torch_dtype(self._chunk.chunk.kind.weight), self._tile.tile.numel)
+        updated = [p for p in self._tile.tile.pieces if any(launch.select[p.row] for launch in self._launches)]
+        copies = [_weight_copy(self._weights[piece.param], slot, piece) for piece in updated]
+        self._pipe.send(out, copies, self._after)
+        for piece in updated:
+            torch.autograd.graph.increment_version(self._owners[piece.param])
+
+
+class MeasureTile:
+    """Squared sums of what is held and accumulated in one tile; changes nothing."""
+
+    def __init__(
+        self, pipe: Pipeline, chunk: ChunkState, tile: TileState, gradients: HostGradients, launches: Sequence[Launch]
+    ) -> None:
+        self._pipe, self._chunk, self._tile, self._gradients = pipe, chunk, tile, gradients
+        self._launches = launches
+
+    def issue(self) -> bool:
+        """Nothing to copy."""
+        return True
+
+    def finish(self) -> None:
+        """Run the norm kernel."""
+        with self._pipe.clock.stage("norm"):
+            for launch in self._launches:
+                arrays = _tile_arrays(self._chunk, self._tile, self._gradients, launch, None, None, True)
+                self._pipe.backend.square_sums(
+                    arrays.grad, arrays.acc, self._tile.sums, self._tile.nonfinite, self._tile.blocks, launch.select
+                )
+
+    def drop(self, error: BaseException) -> None:
+        """Nothing is held."""
+
+
+class _PieceJob(_CopyIn):
+    """A job for the part of one parameter's gradient that lies in one tile."""
+
+    def __init__(
+        self, pipe: Pipeline, chunk: ChunkState, tile: TileState, gradients: HostGradients, piece: Piece, arrival: Arrival
+    ) -> None:
+        super().__init__(pipe, chunk.chunk.kind.grad, piece.numel, [(arrival, piece, 0)])
+        self._chunk, self._gradients = chunk.chunk, gradients
+        start = tile.tile.start + piece.tile_start
+        self._range = slice(start, start + piece.numel)
+
+    def _accumulate(self, gradient: Array, *, first: bool) -> None:
+        with self._pipe.clock.stage("accumulate"):
+            self._pipe.backend.accumulate(gradient, self._gradients.accumulated(self._chunk)[self._range], first)
+
+
+class AccumulatePiece(_PieceJob):
+    """Add a gradient to the accumulator, or start it where `first`."""
+
+    def __init__(self, *args: Any, first: bool) -> None:
+        super().__init__(*args)
+        self._first = first
+
+    def finish(self) -> None:
+        """Wait for the gradient and add it."""
+        self._accumulate(self._wait(), first=self._first)
+        self._release()
+
+
+class HoldPiece(_PieceJob):
+    """Keep a gradient; one that is held already goes to the accumulator first (`fold`: "first" starts it)."""
+
+    def __init__(self, *args: Any, fold: str | None) -> None:
+        super().__init__(*args)
+        self._fold = fold
+
+    def finish(self) -> None:
+        """Wait for the gradient and keep it."""
+        held = self._gradients.held(self._chunk)[self._range]
+        fresh = self._wait()
+        if self._fold is not None:
+            self._accumulate(held, first=self._fold == "first")
+        held[:] = fresh
+        self._release()
+
+
+class LoadTile(_CopyIn):
+    """Masters of one tile taken from the compute weights.
+
+    Where `changed` is given, masters that round to the weight are left as they are, and the parameters whose
+    masters did not are added to it; with `check_only` those keep their masters all the same.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        chunk: ChunkState,
+        tile: TileState,
+        arrivals: Mapping[int, Arrival],
+        *,
+        changed: set[int] | None = None,
+        check_only: bool = False,
+    ) -> None:
+        self._pieces = [piece for piece in tile.tile.pieces if piece.param in arrivals]
+        sources = [(arrivals[p.param], p, p.tile_start) for p in self._pieces]
+        super().__init__(pipe, chunk.chunk.kind.weight, tile.tile.numel, sources)
+        self._tile, self._changed, self._check_only = tile, changed, check_only
+
+    def finish(self) -> None:
+        """Wait for the weights and take them."""
+        if not self._pieces:
+            return
+        weight = self._wait()
+        for piece in self._pieces:
+            part = slice(piece.tile_start, piece.tile_start + piece.numel)
+            if self._changed is None or not self._agrees(weight[part], self._tile.master[part], piece.param):
+                self._pipe.backend.expand(weight[part], self._tile.master[part])
+        self._release()
+
+    def _agrees(self, weight: Array, master: Array, param: int) -> bool:
+        assert self._changed is not None
+        rounded = np.empty_like(weight)
+        self._pipe.backend.round_weights(master, rounded)
+        if np.array_equal(rounded.view(np.uint8), weight.view(np.uint8)):
+            return True
+        self._changed.add(param)
+        return self._check_only
+
+
+class StoreTile:
+    """Compute weights of one tile written anew from the masters."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        chunk: ChunkState,
+        tile: TileState,
+        weights: Mapping[int, torch.Tensor],
+        owners: Mapping[int, torch.Tensor],
+        after: Sequence[Ready],
+    ) -> None:
+        self._pipe, self._chunk, self._tile = pipe, chunk, tile
+        self._weights, self._owners, self._after = weights, owners, after
+
+    def issue(self) -> bool:
+        """Nothing to copy in."""
+        return True
+
+    def finish(self) -> None:
+        """Round and send."""
+        pieces = [piece for piece in self._tile.tile.pieces if piece.param in self._weights]
+        if not pieces:
+            return
+        kind, numel = self._chunk.chunk.kind, self._tile.tile.numel
+        out = self._pipe.take_out_slot()
+        self._pipe.backend.round_weights(self._tile.master, out.array(numpy_dtype(kind.weight), numel))
+        slot = out.tensor(torch_dtype(kind.weight), numel)
+        self._pipe.send(out, [_weight_copy(self._weights[p.param], slot, p) for p in pieces], self._after)
+        for piece in pieces:
+            torch.autograd.graph.increment_version(self._owners[piece.param])
+
+    def drop(self, error: BaseException) -> None:
+        """Nothing is held."""
+
+
+def _weight_copy(weight: torch.Tensor, slot: torch.Tensor, piece: Piece) -> Copy:
+    return Copy(
+        weight[piece.param_start : piece.param_start + piece.numel],
+        slot[piece.tile_start : piece.tile_start + piece.numel],
+    )
+
+
+def _tile_arrays(
+    chunk: ChunkState,
+    tile: TileState,
+    gradients: HostGradients,
+    launch: Launch,
+    fresh: Array | None,
+    weight: Array | None,
+    with_sums: bool,
+) -> TileArrays:
+    part = slice(tile.tile.start, tile.tile.stop)
+    accumulated = gradients.accumulated(chunk.chunk)[part] if launch.adds or not launch.fresh else None
+    if launch.fresh:
+        gradient = gradients.held(chunk.chunk)[part] if fresh is None else fresh
+    else:
+        assert accumulated is not None
+        gradient, accumulated = accumulated, None
+    return TileArrays(
+        grad=gradient,
+        acc=accumulated,
+        master=tile.master,
+        moments=tile.moments,
+        weight=weight,
+        sums=tile.sums if with_sums else None,
+        nonfinite=tile.nonfinite if with_sums else None,
+        blocks=tile.blocks,
+    )

@@ -1,0 +1,355 @@
+"""Chunks whose state lives in host memory and is stepped there: placement HOST.
+
+Hooks and ``step()`` run on the caller's thread and only keep books (which gradients are held, which tiles are
+complete); whatever touches memory is a job of the worker, which runs jobs in order. So the books may be read as the
+state of memory at the moment when the job being built will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from offload.config import OffloadConfig
+from offload.errors import OffloadError, ParameterError
+from offload.host_state import ChunkState, HostGradients, HostState, TileState
+from offload.kernels.backend import Backend
+from offload.layout import Chunk, Piece
+from offload.parameters import ParamRecord
+from offload.report import StageClock
+from offload.schedule.host_jobs import (
+    AccumulatePiece,
+    Arrival,
+    HoldPiece,
+    Launch,
+    LoadTile,
+    MeasureTile,
+    Pipeline,
+    StepTile,
+    StoreTile,
+)
+from offload.schedule.stepper import BlockSums, Rows
+from offload.schedule.worker import Job, Worker
+from offload.transfer.pinned import Slab, allocate
+from offload.transfer.ring import Ring
+from offload.transfer.transport import Ready, Transport
+
+__all__ = ["HostStepper"]
+
+TileKey = tuple[int, int]
+
+MAX_ELEMENT_BYTES = 4
+"""Slots hold FP32 tiles too; BF16 ones use half of a slot."""
+
+
+class HostStepper:
+    """Implements `Stepper` for placement HOST.
+
+    Args:
+        transport: moves bytes between the parameters' device and the rings; closed with the stepper.
+        backend: computes; started on the worker's thread.
+        config: tile size, ring, deadlines.
+        element_bytes: bytes of the widest gradient or weight element: what a slot must hold ``tile_numel`` of.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        backend: Backend,
+        worker: Worker,
+        config: OffloadConfig,
+        element_bytes: int,
+        clock: StageClock,
+    ) -> None:
+        self._transport, self._backend, self._worker, self._clock = transport, backend, worker, clock
+        self.rule = backend.rule
+        self._state = HostState(backend.rule, backend.fill_zero)
+        self._gradients = HostGradients(backend.fill_zero)
+        self._records: dict[int, ParamRecord] = {}
+        self._places: dict[int, list[tuple[ChunkState, TileState, Piece]]] = {}
+        self._chunk_of: dict[int, int] = {}
+        self._select_all: dict[int, np.ndarray] = {}
+        self._rings: list[Slab] = []
+        self._reset_books()
+        self._pipe = worker.call(lambda: self._make_pipeline(config, element_bytes))
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def add_chunks(
+        self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord], masters: Mapping[int, torch.Tensor]
+    ) -> None:
+        """See `Stepper.add_chunks`."""
+        self._worker.call(lambda: self._state.add(chunks))
+        for chunk in chunks:
+            state = self._state.chunks[chunk.index]
+            self._select_all[chunk.index] = np.ones(len(chunk.spans), np.uint8)
+            for span in chunk.spans:
+                self._records[span.param] = records[span.param]
+                self._chunk_of[span.param] = chunk.index
+                self._places[span.param] = []
+            for tile in state.tiles:
+                for piece in tile.tile.pieces:
+                    self._places[piece.param].append((state, tile, piece))
+        mine = [records[span.param] for chunk in chunks for span in chunk.spans]
+        given = [record for record in mine if record.index in masters]
+        for record in given:
+            record.shaped(self.state(record)["master"]).copy_(masters[record.index])
+        self._load([record for record in mine if record.index not in masters])
+        self._check(given)
+
+    def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
+        """See `Stepper.state`."""
+        chunk = self._state.chunks[self._chunk_of[record.index]]
+        span = next(span for span in chunk.chunk.spans if span.param == record.index)
+        part = slice(span.start, span.start + span.numel)
+        return {
+            "master": chunk.master[part],
+            **{name: moment[part] for name, moment in zip(self._state.rule.state_names, chunk.moments, strict=True)},
+        }
+
+    def block_sums(self, chunk: int) -> BlockSums:
+        """See `Stepper.block_sums`."""
+        state = self._state.chunks[chunk]
+        return BlockSums(state.sums, state.nonfinite)
+
+    def load_weights(self, records: Sequence[ParamRecord], *, force: bool = False) -> set[int]:
+        """See `Stepper.load_weights`."""
+        if force:
+            self._load(records)
+            return {record.index for record in records}
+        changed: set[int] = set()
+        self._load(records, changed=changed)
+        return changed
+
+    def store_weights(self, records: Sequence[ParamRecord]) -> None:
+        """See `Stepper.store_weights`."""
+        weights = {record.index: record.weight() for record in records}
+        owners = {record.index: record.param for record in records}
+        after = self._now(records)
+        for state, tile in self._tiles_of(records):
+            self._worker.submit(StoreTile(self._pipe, state, tile, weights, owners, after))
+        self.finish()
+
+    @property
+    def host_bytes(self) -> int:
+        """See `Stepper.host_bytes`."""
+        return self._state.num_bytes + self._gradients.num_bytes + sum(slab.num_bytes for slab in self._rings)
+
+    # Gradients --------------------------------------------------------------------------------------------------
+
+    def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
+        """See `Stepper.accumulate`."""
+        arrival = Arrival(gradient, self._transport.record_ready())
+        first = record.index not in self._accumulated
+        self._accumulated.add(record.index)
+        for state, tile, piece in self._places[record.index]:
+            self._worker.submit(AccumulatePiece(self._pipe, state, tile, self._gradients, piece, arrival, first=first))
+
+    def hold(self, record: ParamRecord, gradient: torch.Tensor) -> None:
+        """See `Stepper.hold`."""
+        self._hold_pieces(record.index, Arrival(gradient, self._transport.record_ready()))
+
+    def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
+        """See `Stepper.step_early`."""
+        self._arrived[record.index] = Arrival(gradient, self._transport.record_ready())
+        for state, tile, piece in self._places[record.index]:
+            key = (state.chunk.index, tile.tile.index)
+            missing = self._missing.get(key, len(tile.tile.pieces)) - 1
+            self._missing[key] = missing
+            if not missing:
+                self._submit_step(state, tile, rows, from_device=True)
+                self._early.add(key)
+        self._let_go(record.index)
+
+    @property
+    def stepped_early(self) -> list[str]:
+        """See `Stepper.stepped_early`."""
+        return [self._state.chunks[index].chunk.name for index in sorted({chunk for chunk, _ in self._early})]
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    def measure(self) -> None:
+        """See `Stepper.measure`."""
+        self._hold_arrived()
+        for state, tile in self._waiting_tiles():
+            launches = self._launches(state, tile, from_device=False)
+            self._worker.submit(MeasureTile(self._pipe, state, tile, self._gradients, launches))
+
+    def step_rest(self, rows: Rows, *, with_sums: bool) -> None:
+        """See `Stepper.step_rest`."""
+        self._hold_arrived()
+        after = self._now(list(self._records.values())[:1])
+        for state, tile in self._waiting_tiles():
+            self._submit_step(state, tile, rows, from_device=False, with_sums=with_sums, after=after)
+            self._late += 1
+
+    def finish(self) -> None:
+        """See `Stepper.finish`."""
+        self._worker.call(self._pipe.finish_returns)
+
+    def end_step(self, keep_held: Collection[int]) -> None:
+        """See `Stepper.end_step`."""
+        self._clock.count("early_tiles", len(self._early))
+        self._clock.count("late_tiles", self._late)
+        release = [state.chunk for index, state in self._state.chunks.items() if index not in keep_held]
+        self._worker.call(lambda: self._gradients.release_held(release))
+        self._reset_books()
+
+    def close(self) -> None:
+        """See `Stepper.close`."""
+        with suppress(OffloadError):
+            self._worker.call(self._transport.synchronize)
+        self._transport.close()
+        self._reset_books()
+        self._records.clear()
+        self._places.clear()
+        self._gradients.close()
+        self._state.close()
+        for slab in self._rings:
+            slab.close()
+        self._rings.clear()
+
+    # Books ------------------------------------------------------------------------------------------------------
+
+    def _reset_books(self) -> None:
+        self._arrived: dict[int, Arrival] = {}
+        self._held: set[int] = set()
+        self._accumulated: set[int] = set()
+        self._missing: dict[TileKey, int] = {}
+        self._early: set[TileKey] = set()
+        self._late = 0
+
+    def _let_go(self, param: int) -> None:
+        """Drop our reference to a gradient all of whose tiles are on their way."""
+        keys = ((state.chunk.index, tile.tile.index) for state, tile, _ in self._places[param])
+        if all(key in self._early for key in keys):
+            self._arrived.pop(param, None)
+
+    def _hold_arrived(self) -> None:
+        """Gradients that wait for an incomplete tile go the way of held ones, but for tiles already updated."""
+        for param, arrival in list(self._arrived.items()):
+            self._hold_pieces(param, arrival)
+        self._arrived.clear()
+
+    def _hold_pieces(self, param: int, arrival: Arrival) -> None:
+        fold = None if param not in self._held else "next" if param in self._accumulated else "first"
+        self._held.add(param)
+        if fold is not None:
+            self._accumulated.add(param)
+        for state, tile, piece in self._places[param]:
+            if (state.chunk.index, tile.tile.index) not in self._early:
+                self._worker.submit(HoldPiece(self._pipe, state, tile, self._gradients, piece, arrival, fold=fold))
+
+    def _waiting_tiles(self) -> Iterator[tuple[ChunkState, TileState]]:
+        """Tiles with something held or accumulated that were not updated early."""
+        for index, state in self._state.chunks.items():
+            for tile in state.tiles:
+                waiting = any(p.param in self._held or p.param in self._accumulated for p in tile.tile.pieces)
+                if waiting and (index, tile.tile.index) not in self._early:
+                    yield state, tile
+
+    def _submit_step(
+        self,
+        state: ChunkState,
+        tile: TileState,
+        rows: Rows,
+        *,
+        from_device: bool,
+        with_sums: bool = True,
+        after: Sequence[Ready] = (),
+    ) -> None:
+        pieces = tile.tile.pieces
+        self._worker.submit(
+            StepTile(
+                self._pipe,
+                state,
+                tile,
+                self._gradients,
+                arrivals={p.param: self._arrived[p.param] for p in pieces} if from_device else None,
+                launches=self._launches(state, tile, from_device=from_device),
+                rows=rows[state.chunk.index],
+                weights={p.param: self._records[p.param].weight() for p in pieces},
+                owners={p.param: self._records[p.param].param for p in pieces},
+                after=after,
+                with_sums=with_sums,
+            )
+        )
+
+    def _launches(self, state: ChunkState, tile: TileState, *, from_device: bool) -> list[Launch]:
+        """One launch for each way in which gradients of this tile are to be had; one in all but odd cases."""
+        params = {piece.param: piece.row for piece in tile.tile.pieces}
+        fresh = set(params) if from_device else params.keys() & self._held
+        groups = [
+            (True, False, fresh - self._accumulated),
+            (True, True, fresh & self._accumulated),
+            (False, False, (params.keys() & self._accumulated) - fresh),
+        ]
+        return [
+            Launch(self._select(state, [params[param] for param in members], len(params)), is_fresh, adds)
+            for is_fresh, adds, members in groups
+            if members
+        ]
+
+    def _select(self, state: ChunkState, rows: Sequence[int], num_params: int) -> np.ndarray:
+        if len(rows) == num_params:
+            return self._select_all[state.chunk.index]
+        select = np.zeros(len(state.chunk.spans), np.uint8)
+        select[list(rows)] = 1
+        return select
+
+    # Weights ----------------------------------------------------------------------------------------------------
+
+    def _load(
+        self, records: Sequence[ParamRecord], *, changed: set[int] | None = None, check_only: bool = False
+    ) -> None:
+        ready = self._now(records)
+        arrivals = {record.index: Arrival(record.weight(), ready[0]) for record in records}
+        for state, tile in self._tiles_of(records):
+            job: Job = LoadTile(self._pipe, state, tile, arrivals, changed=changed, check_only=check_only)
+            self._worker.submit(job)
+        self.finish()
+
+    def _check(self, records: Sequence[ParamRecord]) -> None:
+        changed: set[int] = set()
+        self._load(records, changed=changed, check_only=True)
+        if changed:
+            names = ", ".join(self._records[index].name for index in sorted(changed)[:3])
+            raise ParameterError(
+                f"masters= of {len(changed)} parameter(s) do not round to the model's weights ({names}): the weights "
+                "were changed after cast_compute_weights; cast again, or leave masters out to start from the weights"
+            )
+
+    def _tiles_of(self, records: Sequence[ParamRecord]) -> list[tuple[ChunkState, TileState]]:
+        wanted = {record.index for record in records}
+        return [
+            (state, tile)
+            for state in self._state.chunks.values()
+            for tile in state.tiles
+            if any(piece.param in wanted for piece in tile.tile.pieces)
+        ]
+
+    def _now(self, records: Sequence[ParamRecord]) -> list[Ready]:
+        return [self._transport.record_ready()] if records else []
+
+    def _make_pipeline(self, config: OffloadConfig, element_bytes: int) -> Pipeline:
+        """On the worker: start the backend (its threads inherit what the worker set), then touch and pin the rings."""
+        self._backend.start()
+        slot_bytes = config.tile_numel * element_bytes
+        on_cuda = self._transport.device.type == "cuda"
+        rings = []
+        for name in ("gradients in", "weights out"):
+            slab = allocate(
+                Ring.required_bytes(config.ring_slots, slot_bytes),
+                name=f"ring: {name}",
+                pin=on_cuda,
+                fallback_pageable=True,
+                touch=self._backend.fill_zero,
+                device=self._transport.device if on_cuda else None,
+            )
+            self._rings.append(slab)
+            rings.append(Ring(slab, config.ring_slots, slot_bytes))
+        return Pipeline(self._transport, self._backend, *rings, self._clock)

@@ -1,0 +1,310 @@
+"""Time whole training steps of one model under several optimizer modes.
+
+    python scripts/bench_step.py --model qwen3-4b --seq 8192,16384 --modes resident,wavefront --json out.json
+
+``resident`` is torch's own fused AdamW with FP32 masters on the device: what one would use if memory were no
+matter. ``offload-resident`` is the library's mode of that name. All modes start from the same random weights
+and see the same batch in every step, so their losses can be compared step by step. Each mode runs in a fresh
+process, in which all sequence lengths follow each other.
+"""
+
+from __future__ import annotations
+
+import _environment  # isort: skip  (sets variables that torch reads when it is loaded)
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from _measure import (
+    PhaseClock,
+    device_bytes,
+    format_table,
+    host_bytes,
+    in_gib,
+    peak_host_bytes,
+    stage_medians,
+    synchronize,
+    write_json,
+)
+from _models import SHAPES, LanguageModel, build_model, implementation_of, num_parameters
+from _optimizers import BASELINE, make_optimizer, parse_assignments, pinned_bytes
+
+# One mode after another in its own process ------------------------------------------------------------------
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.worker:
+        write_json(args.json, measure_mode(args))
+        return
+    started = time.perf_counter()
+    modes = [run_in_subprocess(mode) for mode in args.modes]
+    runs = [run for mode in modes for run in mode["runs"]]
+    compare_with_first(runs)
+    result = {
+        "script": "bench_step",
+        "model": args.model,
+        "parameters": modes[0].get("parameters"),
+        "implementation": modes[0].get("implementation"),
+        "batch": args.batch,
+        "warmup": args.warmup,
+        "steps": args.steps,
+        "optimizer": parse_assignments(args.optimizer),
+        "config": parse_assignments(args.config),
+        "setup_s": {mode["mode"]: mode.get("setup_s") for mode in modes},
+        "wall_s": time.perf_counter() - started,
+        "runs": runs,
+        "environment": modes[0].get("environment"),
+    }
+    print_tables(result)
+    write_json(args.json, result)
+    if any(run["status"] == "error" for run in runs):
+        raise SystemExit(1)
+
+
+def run_in_subprocess(mode: str) -> dict[str, Any]:
+    """The same command line, for one mode; all its memory is gone when it returns."""
+    print(f"{mode} ...", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "mode.json"
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker", mode, "--json", str(path)]
+        code = subprocess.run(command, check=False).returncode
+        if path.exists():
+            result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return result
+    return {"mode": mode, "runs": [{"mode": mode, "status": "error", "error": f"exit status {code}"}]}
+
+
+# One mode, in the process made for it -----------------------------------------------------------------------
+
+
+def measure_mode(args: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device(args.device)
+    torch.use_deterministic_algorithms(args.deterministic)
+    started = time.perf_counter()
+    model = build_model(
+        SHAPES[args.model].with_sizes(args.layers, args.hidden),
+        device,
+        dtype=torch.bfloat16,
+        implementation=args.implementation,
+        seed=args.seed,
+    )
+    optimizer = make_optimizer(
+        args.worker,
+        model,
+        config=parse_assignments(args.config),
+        **{"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, **parse_assignments(args.optimizer)},
+    )
+    synchronize(device)
+    result = {
+        "mode": args.worker,
+        "parameters": num_parameters(model),
+        "implementation": implementation_of(model),
+        "setup_s": time.perf_counter() - started,
+        "environment": _environment.describe(device),
+    }
+    result["runs"] = measure_lengths(args, model, optimizer, device)
+    optimizer.close()
+    return result
+
+
+def measure_lengths(
+    args: argparse.Namespace, model: LanguageModel, optimizer: Any, device: torch.device
+) -> list[dict[str, Any]]:
+    """One entry per sequence length; what fails is recorded and ends the mode."""
+    runs: list[dict[str, Any]] = []
+    for length in args.seq:
+        run = {"mode": args.worker, "seq": length, "status": "ok"}
+        runs.append(run)
+        try:
+            run.update(measure_length(args, model, optimizer, device, length))
+        except torch.OutOfMemoryError as error:
+            run.update(status="out of memory", error=str(error))
+            break
+        except Exception as error:  # noqa: BLE001 - the other modes' figures are still worth having
+            traceback.print_exc()
+            run.update(status="error", error=f"{type(error).__name__}: {error}")
+            break
+    return runs
+
+
+def measure_length(
+    args: argparse.Namespace, model: LanguageModel, optimizer: Any, device: torch.device, length: int
+) -> dict[str, Any]:
+    ids, targets = make_batch(SHAPES[args.model].vocabulary, args.batch, length, args.seed, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    losses: list[torch.Tensor] = []
+    reports: list[Any] = []
+    clock = PhaseClock(device)
+
+    def step() -> None:
+        clock.mark("forward")
+        loss = model(ids, targets)
+        clock.mark("backward")
+        loss.backward()
+        clock.mark("optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        reports.append(optimizer.last_step)
+
+    for _ in range(args.warmup):
+        step()
+    optimizer.synchronize()
+    synchronize(device)
+    clock = PhaseClock(device)
+    started = time.perf_counter()
+    for _ in range(args.steps):
+        step()
+    clock.mark("end")
+    optimizer.synchronize()
+    synchronize(device)
+    wall_s = time.perf_counter() - started
+    return {
+        **times(clock.durations(), wall_s / args.steps, args.batch * length),
+        **device_bytes(device),
+        "pinned_bytes": pinned_bytes(args.worker),
+        "host_bytes": host_bytes(),
+        "peak_host_bytes": peak_host_bytes(),
+        "stages": stage_medians(reports[args.warmup :]),
+        "losses": [loss.item() for loss in losses],
+    }
+
+
+def times(phases: dict[str, list[float]], mean_step_s: float, tokens: int) -> dict[str, Any]:
+    """Medians of the phases; a step is the sum of its three, the mean counts what is in flight at the end."""
+    steps = [sum(parts) for parts in zip(*phases.values(), strict=True)]
+    return {
+        "step_s": statistics.median(steps),
+        "mean_step_s": mean_step_s,
+        "tokens_per_s": tokens / statistics.median(steps),
+        **{f"{name}_s": statistics.median(values) for name, values in phases.items()},
+        "all_step_s": steps,
+    }
+
+
+def make_batch(
+    vocabulary: int, batch: int, length: int, seed: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random ids and targets. One batch is learned by heart, so a wrong update soon shows in the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocabulary, (batch, length + 1), generator=generator).to(device)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+# Comparison and tables --------------------------------------------------------------------------------------
+
+
+def compare_with_first(runs: list[dict[str, Any]]) -> None:
+    """Adds to each run its share of the baseline's throughput and its losses' distance from the first mode's."""
+    done = [run for run in runs if run["status"] == "ok"]
+    for run in done:
+        peers = [peer for peer in done if peer["seq"] == run["seq"]]
+        reference = peers[0]["losses"]
+        run["max_loss_difference"] = max(abs(a - b) for a, b in zip(run["losses"], reference, strict=True))
+        run["bit_equal_losses"] = run["losses"] == reference
+        baseline = next((peer for peer in peers if peer["mode"] == BASELINE), None)
+        run["share_of_resident"] = baseline and baseline["step_s"] / run["step_s"]
+
+
+def print_tables(result: dict[str, Any]) -> None:
+    done = [run for run in result["runs"] if run["status"] == "ok"]
+    for run in result["runs"]:
+        if run["status"] != "ok":
+            print(f"{run['mode']} at {run.get('seq', 'start')}: {run['status']}: {run['error']}")
+    if not done:
+        return
+    print(f"\n{result['model']}, {result['parameters'] / 1e9:.3f} G parameters, {result['implementation']}\n")
+    headers = (
+        "mode", "seq", "step s", "mean s", "of resident", "tokens/s", "forward s", "backward s", "optimizer s",
+        "device GiB", "reserved GiB", "pinned GiB", "host GiB",
+    )  # fmt: skip
+    print(format_table(headers, [table_row(run) for run in done]))
+    for length in dict.fromkeys(run["seq"] for run in done):
+        print_losses(length, [run for run in done if run["seq"] == length])
+    for run in done:
+        if run["stages"]:
+            stages = ((name, f"{value:.6g}") for name, value in run["stages"].items())
+            print("\n" + format_table((f"{run['mode']}, {run['seq']}: medians", "value"), stages))
+
+
+def table_row(run: dict[str, Any]) -> list[str]:
+    share = run["share_of_resident"]
+    return [
+        run["mode"],
+        str(run["seq"]),
+        f"{run['step_s']:.3f}",
+        f"{run['mean_step_s']:.3f}",
+        "-" if share is None else f"{share:.1%}",
+        f"{run['tokens_per_s']:.0f}",
+        *(f"{run[name]:.3f}" for name in ("forward_s", "backward_s", "optimizer_s")),
+        *(in_gib(run[f"{name}_bytes"]) for name in ("peak_device", "peak_reserved", "pinned", "host")),
+    ]
+
+
+def print_losses(length: int, runs: list[dict[str, Any]]) -> None:
+    print(f"\nLosses at {length} tokens, warm-up included:\n")
+    steps = zip(*(run["losses"] for run in runs), strict=True)
+    rows = [[str(step), *(f"{loss:.6f}" for loss in losses)] for step, losses in enumerate(steps)]
+    rows.append(["max difference", *(f"{run['max_loss_difference']:.2g}" for run in runs)])
+    rows.append(["bit-equal", *("yes" if run["bit_equal_losses"] else "no" for run in runs)])
+    print(format_table(["step", *(run["mode"] for run in runs)], rows))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-4b")
+    parser.add_argument("--layers", type=int, help="another depth")
+    parser.add_argument("--hidden", type=int, help="another width")
+    parser.add_argument("--implementation", choices=("auto", "plain", "transformers"), default="auto")
+    parser.add_argument(
+        "--seq", type=_integers, default=[8192, 16384], metavar="N,N", help="tokens per sequence"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences per step")
+    parser.add_argument("--modes", type=_names, default=[BASELINE, "wavefront"], metavar="M,M")
+    parser.add_argument("--steps", type=_at_least(5), default=8, help="timed steps, at least 5")
+    parser.add_argument("--warmup", type=_at_least(3), default=4, help="steps before them, at least 3")
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FIELD=VALUE", help="of OffloadConfig"
+    )
+    parser.add_argument(
+        "--optimizer", action="append", default=[], metavar="NAME=VALUE", help="of offload.AdamW"
+    )
+    parser.add_argument("--deterministic", action="store_true", help="ask torch for deterministic kernels")
+    parser.add_argument("--device", default=str(_environment.default_device()))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--worker", metavar="MODE", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _at_least(minimum: int) -> Any:
+    def convert(text: str) -> int:
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"at least {minimum}, not {text}")
+        return int(text)
+
+    return convert
+
+
+if __name__ == "__main__":
+    main()
