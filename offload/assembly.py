@@ -54,6 +54,16 @@ class Options:
     flush_denormals: bool
     config: OffloadConfig
 
+    @property
+    def needs_norm_first(self) -> bool:
+        """Whether a step's norm must be known before anything is updated."""
+        return self.max_grad_norm is not None or self.nonfinite != "propagate"
+
+    @property
+    def fused_sums(self) -> bool:
+        """Whether updates take the squared sums on their way."""
+        return not self.needs_norm_first
+
 
 def assemble(
     rule: KernelRule, records: Sequence[ParamRecord], masters: Mapping[int, torch.Tensor], options: Options
@@ -111,7 +121,13 @@ def _make_stepper(
     clock: StageClock,
 ) -> Stepper:
     if mode == "resident" and device.type == "cuda":
-        return DeviceStepper(device=device, rule=rule, flush_denormals=options.flush_denormals, clock=clock)
+        return DeviceStepper(
+            device=device,
+            rule=rule,
+            flush_denormals=options.flush_denormals,
+            fused_sums=options.fused_sums,
+            clock=clock,
+        )
     config = options.config
     budget = configure_cpu_optimizer_threads(
         num_threads=config.threads,
@@ -125,6 +141,7 @@ def _make_stepper(
         backend=_make_backend(rule, kinds, budget, options),
         worker=worker,
         config=config,
+        fused_sums=options.fused_sums,
         element_bytes=_element_bytes(kinds),
         clock=clock,
     )
@@ -133,10 +150,11 @@ def _make_stepper(
 def _make_backend(rule: KernelRule, kinds: Collection[Kind], budget: Budget, options: Options) -> Backend:
     if options.backend == "torch":
         return TorchBackend(rule, num_threads=budget.num_threads, flush_denormals=options.flush_denormals)
-    sums = options.max_grad_norm is None and options.nonfinite == "propagate"
-    variants = [Variant(grad=k.grad, weight=k.weight, sums=sums) for k in sorted(kinds)]  # type: ignore[arg-type]
-    if options.accumulation_steps > 1:
-        variants += [Variant(grad=k.grad, weight=k.weight, sums=sums, acc=True) for k in sorted(kinds)]  # type: ignore[arg-type]
+    variants = [
+        Variant(grad=kind.grad, weight=kind.weight, sums=options.fused_sums, acc=acc)  # type: ignore[arg-type]
+        for kind in sorted(kinds)
+        for acc in ([False, True] if options.accumulation_steps > 1 else [False])
+    ]
     return NumbaBackend(
         rule,
         num_threads=budget.num_threads,
@@ -174,7 +192,7 @@ def _workload(rule: KernelRule, records: Sequence[ParamRecord], options: Options
         numel=sum(record.numel for record in records),
         state_arrays=1 + len(rule.state_names),
         ring_bytes=NUM_RINGS * Ring.required_bytes(config.ring_slots, slot_bytes),
-        holds_gradients=options.max_grad_norm is not None or options.nonfinite != "propagate",
+        holds_gradients=options.needs_norm_first,
         gradient_bytes=sum(record.numel * record.kind.grad_bytes for record in records),
         accumulates=options.accumulation_steps > 1,
     )

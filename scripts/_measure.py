@@ -81,12 +81,18 @@ def device_bytes(device: torch.device) -> dict[str, int | None]:
 
 
 def stage_medians(reports: Iterable[Any]) -> dict[str, float]:
-    """Median of every number in a run of ``StepReport``s, by dotted name."""
+    """Median of every number in a run of ``StepReport``s, by dotted name; the step's own number is left out."""
     columns: dict[str, list[float]] = {}
     for report in reports:
         for name, value in _numbers(report):
             columns.setdefault(name, []).append(value)
+    columns.pop("step", None)
     return {name: statistics.median(values) for name, values in columns.items()}
+
+
+def stage_rows(stages: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Names and values of `stage_medians` for a table, in units that suit them."""
+    return [(name.removeprefix("timings."), _in_unit(name, value)) for name, value in stages.items()]
 
 
 def format_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -110,6 +116,14 @@ def in_gib(num_bytes: float | None) -> str:
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _in_unit(name: str, value: float) -> str:
+    if name.startswith("timings."):
+        return f"{value * 1e3:.2f} ms"
+    if name.startswith("bytes_"):
+        return f"{value / 1e6:.2f} MB"
+    return f"{value:.4g}"
 
 
 def _numbers(value: Any, name: str = "") -> Iterable[tuple[str, float]]:

@@ -32,6 +32,7 @@ from _measure import (
     in_gib,
     peak_host_bytes,
     stage_medians,
+    stage_rows,
     synchronize,
     write_json,
 )
@@ -235,8 +236,8 @@ def print_tables(result: dict[str, Any]) -> None:
         print_losses(length, [run for run in done if run["seq"] == length])
     for run in done:
         if run["stages"]:
-            stages = ((name, f"{value:.6g}") for name, value in run["stages"].items())
-            print("\n" + format_table((f"{run['mode']}, {run['seq']}: medians", "value"), stages))
+            title = f"{run['mode']}, {run['seq']} tokens"
+            print("\n" + format_table((title, "median"), stage_rows(run["stages"])))
 
 
 def table_row(run: dict[str, Any]) -> list[str]:

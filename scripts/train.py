@@ -27,6 +27,7 @@ from _measure import (
     in_gib,
     peak_host_bytes,
     stage_medians,
+    stage_rows,
     synchronize,
     write_json,
 )
@@ -183,7 +184,7 @@ def print_summary(result: dict[str, Any]) -> None:
         ("text per second", f"{result['bytes_per_s'] / 1e3:.1f} kB"),
         ("host memory, peak", f"{in_gib(result['peak_host_bytes'])} GiB"),
         ("device memory, peak", f"{in_gib(result['peak_device_bytes'])} GiB"),
-        *((name, f"{value:.6g}") for name, value in result["stages"].items()),
+        *stage_rows(result["stages"]),
     ]
     print(format_table(("", result["mode"]), rows))
 

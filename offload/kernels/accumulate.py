@@ -13,11 +13,11 @@ from numba import prange, types
 from numba.extending import overload
 
 from offload.kernels.bits import bf16_from_float, float_from_bf16
-from offload.kernels.blocks import BLOCK
+from offload.kernels.blocks import BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
 
-__all__ = ["accumulate_next", "expand", "fill_zero", "gradient", "read", "round_weights", "write"]
+__all__ = ["accumulate_next", "expand", "fill_zero", "load_gradient", "round_weights", "write"]
 
 
 def read(array: Any, i: Any) -> Any:
@@ -68,6 +68,23 @@ def _gradient_overload(grad, acc, i):
 
 
 @inner
+def gradient_span(grad, acc, gradient_out):
+    """``gradient_out = round(acc + grad)``."""
+    for i in range(gradient_out.size):
+        gradient_out[i] = gradient(grad, acc, i)
+
+
+@inner
+def load_gradient(grad, acc, first, last, gradient_out):
+    """The whole step's gradient of one norm block into ``gradient_out`` (float32[1024]), zero above its end.
+
+    It stays in the L1 cache, for the norm and the update to read.
+    """
+    gradient_span(part(grad, first, last), part(acc, first, last), gradient_out[: last - first])
+    gradient_out[last - first :] = np.float32(0.0)
+
+
+@inner
 def convert_span(source, target):
     """``target = source``, each uint16 (BF16 bits) or float32."""
     for i in range(target.size):
@@ -75,10 +92,10 @@ def convert_span(source, target):
 
 
 @inner
-def accumulate_span(grad, acc):
+def add_span(grad, acc):
     """``acc = round(acc + grad)``."""
     for i in range(acc.size):
-        acc[i] = gradient(grad, acc, i)
+        acc[i] += read(grad, i)
 
 
 @inner
@@ -86,7 +103,7 @@ def accumulate_block(block, grad, acc, flush):
     """Work item ``block`` of `accumulate_next`."""
     start, stop = block * BLOCK, min(block * BLOCK + BLOCK, acc.size)
     mode = set_flush(flush)
-    accumulate_span(grad[start:stop], acc[start:stop])
+    add_span(grad[start:stop], acc[start:stop])
     restore_mode(mode)
 
 

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from offload.kernels.accumulate import gradient, write
+from offload.kernels.accumulate import load_gradient, write
 from offload.kernels.arithmetic import fma, sqrt
-from offload.kernels.blocks import SPAN, part
+from offload.kernels.blocks import NORM_BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
-from offload.kernels.norm import make_lanes, sum_squares
+from offload.kernels.norm import write_sums
 from offload.kernels.stream import drain, fence, make_stage
 
 __all__ = ["NUM_COLUMNS", "hyper_row", "update_tile"]
@@ -59,14 +59,14 @@ def hyper_row(group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[f
 
 
 @inner
-def update_span(grad, acc, master, exp_avg, exp_avg_sq, weight, rows, row):
+def update_span(gradient, master, exp_avg, exp_avg_sq, weight, rows, row):
     """The update loop, over arrays of equal length that all belong to parameter ``row``."""
     lerp, square, beta2, decay = rows[row, LERP], rows[row, SQUARE], rows[row, BETA2], rows[row, DECAY]
     step_size, debias, eps, coef = rows[row, STEP_SIZE], rows[row, DEBIAS], rows[row, EPS], rows[row, COEF]
     near = lerp < HALF
     slope = lerp if near else lerp - ONE
     for i in range(master.size):
-        g = gradient(grad, acc, i) * coef
+        g = gradient[i] * coef
         m = exp_avg[i]
         m = fma(slope, g - m, m if near else g)
         v = fma(square * g, g, exp_avg_sq[i] * beta2)
@@ -79,22 +79,22 @@ def update_span(grad, acc, master, exp_avg, exp_avg_sq, weight, rows, row):
 
 @inner
 def update_block(block, grad, acc, master, exp_avg, exp_avg_sq, weight, sums, nonfinite, blocks, rows, select, flush):
-    """Work item ``block`` of `update_tile`: span by span, so that staged weights stay in the L1 cache."""
+    """Work item ``block`` of `update_tile`: a norm block at a time, in the L1 cache."""
     start, stop, row = blocks[block, 0], blocks[block, 1], blocks[block, 2]
     if select[row] == 0:
         return
     mode = set_flush(flush)
     stage = make_stage(weight)
-    lanes = make_lanes(sums)
-    for first in range(start, stop, SPAN):
-        last = min(first + SPAN, stop)
-        sum_squares(grad, acc, sums, nonfinite, first, last, lanes)
+    gradient = np.empty(NORM_BLOCK, np.float32)
+    for first in range(start, stop, NORM_BLOCK):
+        last = min(first + NORM_BLOCK, stop)
+        load_gradient(grad, acc, first, last, gradient)
+        write_sums(gradient, sums, nonfinite, first)
         update_span(
-            part(grad, first, last),
-            part(acc, first, last),
-            part(master, first, last),
-            part(exp_avg, first, last),
-            part(exp_avg_sq, first, last),
+            gradient[: last - first],
+            master[first:last],
+            exp_avg[first:last],
+            exp_avg_sq[first:last],
             part(stage, 0, last - first),
             rows,
             row,

@@ -51,6 +51,9 @@ class Backend(Protocol):
     def start(self) -> None:
         """Take up threads, compile what will be used, and from then on refuse to compile."""
 
+    def prepare(self, variant: Variant) -> None:
+        """Compile one more variant, where that is needed: for calls that the layout did not foresee."""
+
     def update(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> None:
         """Step the parameters of ``tile`` whose ``select`` (uint8[r]) is not 0 by ``rows`` (float32[r, num_columns])."""
 

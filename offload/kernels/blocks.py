@@ -16,14 +16,13 @@ from numba.extending import overload
 
 from offload.errors import KernelError
 
-__all__ = ["BLOCK", "NORM_BLOCK", "SPAN", "make_blocks", "part"]
+__all__ = ["BLOCK", "NORM_BLOCK", "make_blocks", "part"]
 
-#: Elements per norm block, and the alignment of every parameter in a chunk.
+#: Elements per norm block, and the alignment of every parameter in a chunk. Also what the inner loops take at a time: all
+#: its arrays stay in the L1 cache.
 NORM_BLOCK = 1024
 #: Elements per work item of the thread team: large enough to hide scheduling, small enough to balance.
 BLOCK = 32 * NORM_BLOCK
-#: Elements per pass of the inner loop: its inputs and its staged output stay in the L1 cache.
-SPAN = NORM_BLOCK
 
 
 def make_blocks(spans: Iterable[tuple[int, int, int]]) -> np.ndarray:

@@ -7,8 +7,13 @@
 //   HAS_ACC          earlier micro-batches are in acc
 //   WEIGHT           0: none, 1: BF16, 2: FP32
 //   HAS_SUMS         squared norms are written
+//   UPDATE           0: nothing but the squared norms (default 1)
 //   NUM_COLUMNS      of rows
 //   BLOCK_THREADS    threads per block: a warp for each norm block of 1024 elements
+
+#ifndef UPDATE
+#define UPDATE 1
+#endif
 
 #define NORM_BLOCK 1024
 #define LANES 32
@@ -87,7 +92,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) update_tile(
     long long start = block[0] + warp * NORM_BLOCK;
     long long stop = min(start + NORM_BLOCK, block[1]);
     if (start >= stop || !select[row]) return;  // alike in the whole warp
+#if UPDATE
     Hyper hyper = *(const Hyper*)(rows + row * NUM_COLUMNS);
+#endif
 
     double lane_sum = 0.0;
     unsigned int top = 0;
@@ -98,11 +105,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) update_tile(
             long long i = base + k * LANES;
             if (i >= stop) continue;
             g[k] = read(grad[i]);
-            p[k] = master[i];
 #if HAS_ACC
             g[k] = __fadd_rn(acc[i], g[k]);
 #endif
-#if ADAMW
+#if UPDATE
+            p[k] = master[i];
+#endif
+#if UPDATE && ADAMW
             m[k] = exp_avg[i];
             v[k] = exp_avg_sq[i];
 #endif
@@ -116,13 +125,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) update_tile(
             lane_sum = __dadd_rn(lane_sum, __dmul_rn(value, value));
             top = max(top, __float_as_uint(g[k]) & EXPONENT);
 #endif
+#if UPDATE
             p[k] = step(__fmul_rn(g[k], hyper.coef), p[k], m[k], v[k], hyper);
             master[i] = p[k];
-#if ADAMW
+#endif
+#if UPDATE && ADAMW
             exp_avg[i] = m[k];
             exp_avg_sq[i] = v[k];
 #endif
-#if WEIGHT
+#if UPDATE && WEIGHT
             weight[i] = to_weight(p[k]);
 #endif
         }

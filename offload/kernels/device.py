@@ -81,13 +81,27 @@ class DeviceBackend:
 
         The caller keeps all tensors alive until the stream has passed this point.
         """
+        weight_dtype = None if tile.weight is None else tile.weight.dtype
+        self._launch(tile, rows, select, self._defines_of(tile, weight_dtype), stream)
+
+    def square_sums(self, tile: TileTensors, select: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
+        """Enqueue ``sums`` and ``nonfinite`` of the selected parameters, with the bits that `update` gives; no update."""
+        self._launch(tile, select, select, (*self._defines_of(tile, None), "-DUPDATE=0"), stream)
+
+    def _defines_of(self, tile: TileTensors, weight: torch.dtype | None) -> tuple[str, ...]:
+        return self._defines(tile.grad.dtype == torch.bfloat16, tile.acc is not None, weight, tile.sums is not None)
+
+    def _launch(
+        self,
+        tile: TileTensors,
+        rows: torch.Tensor,
+        select: torch.Tensor,
+        defines: tuple[str, ...],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
         num_blocks = len(tile.blocks)
         if num_blocks == 0:
             return
-        weight_dtype = None if tile.weight is None else tile.weight.dtype
-        defines = self._defines(
-            tile.grad.dtype == torch.bfloat16, tile.acc is not None, weight_dtype, tile.sums is not None
-        )
         # An absent argument is never read; any tensor serves as its pointer.
         moments = tile.moments or (None, None)
         optional = (tile.acc, tile.master, *moments, tile.weight, tile.sums, tile.nonfinite)

@@ -82,8 +82,9 @@ class Kernel:
             try:
                 dispatcher.compile(_signature(arguments))
             finally:
-                # From now on an unexpected type raises at once, instead of compiling for a second inside backward.
-                dispatcher.disable_compile()
+                if dispatcher.signatures:
+                    # From now on an unexpected type raises, instead of compiling for a second inside backward.
+                    dispatcher.disable_compile()
 
     def __call__(self, first: int, last: int, arguments: tuple[Any, ...], *, parallel: bool) -> None:
         """Run work items ``first`` to ``last``."""

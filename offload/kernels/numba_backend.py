@@ -49,6 +49,7 @@ class NumbaBackend:
         self.variants = tuple(dict.fromkeys(variants))
         self._num_threads = num_threads
         self._cache_dir = cache_dir
+        self._cache: Path | None = None
         self._team: Team | None = None
 
     @property
@@ -61,10 +62,16 @@ class NumbaBackend:
     def start(self) -> None:
         self._team = team = make_team(self._num_threads)
         team.start()
-        cache = None if self._cache_dir is None else cache_folder(self._cache_dir, parallel=team.parallel)
-        for kernel, arguments in self._hot_calls():
-            self._compile(kernel, arguments, cache)
+        if self._cache_dir is not None:
+            self._cache = cache_folder(self._cache_dir, parallel=team.parallel)
+        for variant in self.variants:
+            self.prepare(variant)
         logger.info("numba backend: %s team of %d threads, %s", team.name, team.num_threads, self.variants)
+
+    def prepare(self, variant: Variant) -> None:
+        for kernel, arguments in self._hot_calls(variant):
+            if not kernel.is_compiled(arguments, parallel=self.team.parallel):
+                self._compile(kernel, arguments, self._cache)
 
     def update(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> None:
         self.team.run(self.rule.kernel, len(tile.blocks), self._update_arguments(tile, rows, select))
@@ -114,18 +121,17 @@ class NumbaBackend:
         state = (tile.grad, tile.acc, tile.master, *tile.moments, tile.weight)
         return (*state, tile.sums, tile.nonfinite, tile.blocks, rows, select, self.flush_denormals)
 
-    def _hot_calls(self) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+    def _hot_calls(self, variant: Variant) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
         """The calls that may happen inside backward, with arguments of the right types."""
         select = np.zeros(1, np.uint8)
         rows = np.zeros((1, self.rule.num_columns), np.float32)
         sums, nonfinite = np.zeros(1), np.zeros(1, np.uint8)
-        for variant in self.variants:
-            tile = _example_tile(variant, len(self.rule.state_names))
-            yield self.rule.kernel, self._update_arguments(tile, rows, select)
-            yield square_sums_of_tile, (tile.grad, tile.acc, sums, nonfinite, tile.blocks, select, self.flush_denormals)
-            if tile.acc is not None:
-                yield expand, (tile.grad, tile.acc)
-                yield accumulate_next, (tile.grad, tile.acc, self.flush_denormals)
+        tile = _example_tile(variant, len(self.rule.state_names))
+        yield self.rule.kernel, self._update_arguments(tile, rows, select)
+        yield square_sums_of_tile, (tile.grad, tile.acc, sums, nonfinite, tile.blocks, select, self.flush_denormals)
+        if tile.acc is not None:
+            yield expand, (tile.grad, tile.acc)
+            yield accumulate_next, (tile.grad, tile.acc, self.flush_denormals)
 
 
 def _num_blocks(array: np.ndarray) -> int:

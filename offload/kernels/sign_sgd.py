@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from offload.kernels.accumulate import gradient, write
-from offload.kernels.blocks import SPAN, part
+from offload.kernels.accumulate import load_gradient, write
+from offload.kernels.blocks import NORM_BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
-from offload.kernels.norm import make_lanes, sum_squares
+from offload.kernels.norm import write_sums
 from offload.kernels.stream import drain, fence, make_stage
 
 __all__ = ["NUM_COLUMNS", "hyper_row", "update_tile"]
@@ -47,31 +47,31 @@ def sign(value):
 
 
 @inner
-def update_span(grad, acc, master, weight, rows, row):
+def update_span(gradient, master, weight, rows, row):
     """The update loop, over arrays of equal length that all belong to parameter ``row``."""
     decay, step_size, coef = rows[row, DECAY], rows[row, STEP_SIZE], rows[row, COEF]
     for i in range(master.size):
-        p = master[i] * decay + step_size * sign(gradient(grad, acc, i) * coef)
+        p = master[i] * decay + step_size * sign(gradient[i] * coef)
         master[i] = p
         write(weight, i, p)
 
 
 @inner
 def update_block(block, grad, acc, master, weight, sums, nonfinite, blocks, rows, select, flush):
-    """Work item ``block`` of `update_tile`: span by span, so that staged weights stay in the L1 cache."""
+    """Work item ``block`` of `update_tile`: a norm block at a time, in the L1 cache."""
     start, stop, row = blocks[block, 0], blocks[block, 1], blocks[block, 2]
     if select[row] == 0:
         return
     mode = set_flush(flush)
     stage = make_stage(weight)
-    lanes = make_lanes(sums)
-    for first in range(start, stop, SPAN):
-        last = min(first + SPAN, stop)
-        sum_squares(grad, acc, sums, nonfinite, first, last, lanes)
+    gradient = np.empty(NORM_BLOCK, np.float32)
+    for first in range(start, stop, NORM_BLOCK):
+        last = min(first + NORM_BLOCK, stop)
+        load_gradient(grad, acc, first, last, gradient)
+        write_sums(gradient, sums, nonfinite, first)
         update_span(
-            part(grad, first, last),
-            part(acc, first, last),
-            part(master, first, last),
+            gradient[: last - first],
+            master[first:last],
             part(stage, 0, last - first),
             rows,
             row,

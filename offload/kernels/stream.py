@@ -13,7 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from offload.kernels.blocks import SPAN
+from offload.kernels.blocks import NORM_BLOCK
+from offload.kernels.jit import inner
 
 __all__ = ["drain", "fence", "make_stage"]
 
@@ -22,15 +23,22 @@ LINE_MASK = LINE_BYTES - 1
 
 
 def make_stage(target: Any) -> Any:
-    """An uninitialised buffer of one span for ``target``'s elements, or None where the variant has no target."""
-    return None if target is None else np.empty(SPAN, target.dtype)
+    """An uninitialised buffer of one norm block for ``target``'s elements, or None where the variant has no target."""
+    return None if target is None else np.empty(NORM_BLOCK, target.dtype)
 
 
 @overload(make_stage)
 def _make_stage_overload(target):
     if isinstance(target, types.NoneType):
         return lambda target: None
-    return lambda target: np.empty(SPAN, target.dtype)
+    return lambda target: np.empty(NORM_BLOCK, target.dtype)
+
+
+@inner
+def copy_span(source, target):
+    """``target = source``."""
+    for i in range(target.size):
+        target[i] = source[i]
 
 
 def drain(stage: Any, target: Any, first: Any, last: Any) -> None:
@@ -49,15 +57,12 @@ def _drain_overload(stage, target, first, last):
     per_line = LINE_BYTES // (target.dtype.bitwidth // 8)
 
     def drain_lines(stage, target, first, last):
-        numel = last - first
-        streamed = 0
+        num_lines = 0
         if target.ctypes.data & LINE_MASK == 0:  # a streaming store to any other address faults
-            num_lines = numel // per_line
+            num_lines = (last - first) // per_line
             for line in range(num_lines):
                 _stream_line(target, first // per_line + line, stage, line)
-            streamed = num_lines * per_line
-        for i in range(streamed, numel):
-            target[first + i] = stage[i]
+        copy_span(stage[num_lines * per_line : last - first], target[first + num_lines * per_line : last])
 
     return drain_lines
 

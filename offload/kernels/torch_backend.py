@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.kernels.backend import TileArrays
+from offload.kernels.backend import TileArrays, Variant
 from offload.kernels.blocks import NORM_BLOCK
-from offload.kernels.norm import LANES
+from offload.kernels.norm import square_sums_of_rows
 from offload.kernels.rule import AdamWRule, Rule, SignSGDRule
 
 __all__ = ["TorchBackend"]
@@ -93,6 +93,9 @@ class TorchBackend:
         torch.set_flush_denormal(self.flush_denormals)
         if self.num_threads is not None:
             _set_num_threads_here(self.num_threads)
+
+    def prepare(self, variant: Variant) -> None:
+        """Nothing to compile."""
 
     @torch.no_grad()
     def update(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> None:
@@ -226,19 +229,11 @@ def _step_sign_sgd(span: _Span, row: np.ndarray) -> None:
 
 
 def _square_sums(gradient: np.ndarray, start: int, sums: np.ndarray, nonfinite: np.ndarray) -> None:
-    """`offload.kernels.norm` in NumPy: the same lanes in the same order. ``gradient`` (float32) starts at ``start``."""
+    """Fill the entries for ``gradient`` (float32), which starts at element ``start`` of the tile."""
     num_blocks = -(-gradient.size // NORM_BLOCK)
-    padded = np.zeros(num_blocks * NORM_BLOCK, np.float32)
-    padded[: gradient.size] = gradient
-    lanes = np.zeros((num_blocks, LANES))
-    squares = padded.astype(np.float64).reshape(num_blocks, -1, LANES)
+    padded = np.zeros((num_blocks, NORM_BLOCK), np.float32)
+    padded.reshape(-1)[: gradient.size] = gradient
+    written = slice(start // NORM_BLOCK, start // NORM_BLOCK + num_blocks)
     with np.errstate(all="ignore"):
-        squares *= squares
-        for row in range(squares.shape[1]):
-            lanes += squares[:, row]
-        while lanes.shape[1] > 1:
-            half = lanes.shape[1] // 2
-            lanes = lanes[:, :half] + lanes[:, half:]
-    first = start // NORM_BLOCK
-    sums[first : first + num_blocks] = lanes[:, 0]
-    nonfinite[first : first + num_blocks] = ~np.isfinite(padded).reshape(num_blocks, -1).all(axis=1)
+        sums[written] = square_sums_of_rows(padded)
+    nonfinite[written] = ~np.isfinite(padded).all(axis=1)

@@ -61,9 +61,12 @@ class DeviceStepper:
         flush_denormals: as for the host kernels.
     """
 
-    def __init__(self, *, device: torch.device, rule: Rule, flush_denormals: bool, clock: StageClock) -> None:
+    def __init__(
+        self, *, device: torch.device, rule: Rule, flush_denormals: bool, fused_sums: bool, clock: StageClock
+    ) -> None:
         self.rule = rule
         self._device, self._flush, self._clock = device, flush_denormals, clock
+        self._fused_sums = fused_sums
         self._backend = DeviceBackend(rule, flush_denormals=flush_denormals)
         self._params: dict[int, _Resident] = {}
         self._chunks: dict[int, Chunk] = {}
@@ -107,7 +110,7 @@ class DeviceStepper:
         """See `Stepper.step_early`: on the stream of backward, as soon as the hook has fired."""
         resident = self._params[record.index]
         resident.held = gradient
-        self._update(resident, self._upload(rows[resident.chunk][resident.span.row]), with_sums=True)
+        self._update(resident, self._upload(rows[resident.chunk][resident.span.row]))
         resident.forget()
         self._early.add(resident.chunk)
 
@@ -121,13 +124,13 @@ class DeviceStepper:
         for resident in self._waiting():
             self._backend.square_sums(self._tile(resident, with_sums=True), self._select)
 
-    def step_rest(self, rows: Rows, *, with_sums: bool) -> None:
+    def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`."""
         waiting = self._waiting()
         uploaded = self._upload(np.stack([rows[r.chunk][r.span.row] for r in waiting])) if waiting else None
         for index, resident in enumerate(waiting):
             assert uploaded is not None
-            self._update(resident, uploaded[index], with_sums=with_sums)
+            self._update(resident, uploaded[index])
         self._clock.count("late_tiles", len(waiting))
 
     def block_sums(self, chunk: int) -> BlockSums:
@@ -200,9 +203,9 @@ class DeviceStepper:
     def _waiting(self) -> list[_Resident]:
         return [resident for resident in self._params.values() if resident.waits]
 
-    def _update(self, resident: _Resident, row: torch.Tensor, *, with_sums: bool) -> None:
+    def _update(self, resident: _Resident, row: torch.Tensor) -> None:
         """Gradients were made on backward's stream and are used on the current one: the allocator must know."""
-        tile = self._tile(resident, with_sums=with_sums)
+        tile = self._tile(resident, with_sums=self._fused_sums)
         self._backend.update(tile, row.unsqueeze(0), self._select)
         stream = torch.cuda.current_stream(self._device)
         for gradient in (tile.grad, tile.acc):

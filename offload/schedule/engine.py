@@ -216,7 +216,7 @@ class Engine:
 
     def _apply(self, verdict: Verdict | None) -> None:
         rows = self._rows or self._make_rows(coefficient=verdict.coefficient if verdict else 1.0)
-        self._stepper.step_rest(rows, with_sums=verdict is None)
+        self._stepper.step_rest(rows)
         self._stepper.finish()
         for record in self._fired():
             record.num_steps += 1

@@ -68,6 +68,7 @@ class Pipeline:
         self.clock = clock
         self._to_device = to_device
         self._returning: deque[tuple[Transfer, Slot]] = deque()
+        self._abandoned: list[Transfer] = []
 
     def wait(self, transfer: Transfer | None) -> None:
         """Until a copy to the host has ended."""
@@ -94,6 +95,15 @@ class Pipeline:
         while self._returning:
             with self.clock.stage("wait_slot"):
                 self._reap()
+
+    def abandon(self, transfer: Transfer | None) -> None:
+        """Keep alive what a job that was dropped had in flight, until `forget_abandoned`."""
+        if transfer is not None:
+            self._abandoned.append(transfer)
+
+    def forget_abandoned(self) -> None:
+        """To be called when the transport has come to rest."""
+        self._abandoned.clear()
 
     def _reap(self) -> None:
         transfer, slot = self._returning.popleft()
@@ -132,8 +142,9 @@ class _CopyIn:
         return True
 
     def drop(self, error: BaseException) -> None:
-        """Let go of the gradients."""
+        """Let go of gradients that are not crossing."""
         self._sources = ()
+        self._pipe.abandon(self._transfer)
         self._transfer = None
 
     def _wait(self) -> Array:

@@ -8,15 +8,14 @@ state of memory at the moment when the job being built will run.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 
 import numpy as np
 import torch
 
 from offload.config import OffloadConfig
-from offload.errors import OffloadError, ParameterError
+from offload.errors import ParameterError
 from offload.host_state import ChunkState, HostGradients, HostState, TileState
-from offload.kernels.backend import Backend
+from offload.kernels.backend import Backend, Variant
 from offload.layout import Chunk, Piece
 from offload.parameters import ParamRecord
 from offload.report import StageClock
@@ -32,7 +31,7 @@ from offload.schedule.host_jobs import (
     StoreTile,
 )
 from offload.schedule.stepper import BlockSums, Rows
-from offload.schedule.worker import Job, Worker
+from offload.schedule.worker import Call, Job, Worker
 from offload.transfer.pinned import Slab, allocate
 from offload.transfer.ring import Ring
 from offload.transfer.transport import Ready, Transport
@@ -52,6 +51,7 @@ class HostStepper:
         transport: moves bytes between the parameters' device and the rings; closed with the stepper.
         backend: computes; started on the worker's thread.
         config: tile size, ring, deadlines.
+        fused_sums: see `Stepper`.
         element_bytes: bytes of the widest gradient or weight element: what a slot must hold ``tile_numel`` of.
     """
 
@@ -62,11 +62,14 @@ class HostStepper:
         backend: Backend,
         worker: Worker,
         config: OffloadConfig,
+        fused_sums: bool,
         element_bytes: int,
         clock: StageClock,
     ) -> None:
         self._transport, self._backend, self._worker, self._clock = transport, backend, worker, clock
         self.rule = backend.rule
+        self._fused_sums = fused_sums
+        self._prepared: set[Variant] = set()
         self._state = HostState(backend.rule, backend.fill_zero)
         self._gradients = HostGradients(backend.fill_zero)
         self._records: dict[int, ParamRecord] = {}
@@ -75,7 +78,12 @@ class HostStepper:
         self._select_all: dict[int, np.ndarray] = {}
         self._rings: list[Slab] = []
         self._reset_books()
-        self._pipe = worker.call(lambda: self._make_pipeline(config, element_bytes))
+        try:
+            self._pipe = worker.call(lambda: self._make_pipeline(config, element_bytes))
+        except BaseException:
+            self._release_memory()
+            transport.close()
+            raise
 
     # State ------------------------------------------------------------------------------------------------------
 
@@ -145,6 +153,7 @@ class HostStepper:
         """See `Stepper.accumulate`."""
         arrival = Arrival(gradient, self._transport.record_ready())
         first = record.index not in self._accumulated
+        self._prepare(self._variant(record, fresh=True, adds=True))
         self._accumulated.add(record.index)
         for state, tile, piece in self._places[record.index]:
             self._worker.submit(AccumulatePiece(self._pipe, state, tile, self._gradients, piece, arrival, first=first))
@@ -179,12 +188,12 @@ class HostStepper:
             launches = self._launches(state, tile, from_device=False)
             self._worker.submit(MeasureTile(self._pipe, state, tile, self._gradients, launches))
 
-    def step_rest(self, rows: Rows, *, with_sums: bool) -> None:
+    def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`."""
         self._hold_arrived()
         after = self._now(list(self._records.values())[:1])
         for state, tile in self._waiting_tiles():
-            self._submit_step(state, tile, rows, from_device=False, with_sums=with_sums, after=after)
+            self._submit_step(state, tile, rows, from_device=False, after=after)
             self._late += 1
 
     def finish(self) -> None:
@@ -200,13 +209,16 @@ class HostStepper:
         self._reset_books()
 
     def close(self) -> None:
-        """See `Stepper.close`."""
-        with suppress(OffloadError):
-            self._worker.call(self._transport.synchronize)
+        """See `Stepper.close`. Memory is unmapped last: no copy may be running then."""
+        self._worker.close()
         self._transport.close()
+        self._pipe.forget_abandoned()
         self._reset_books()
         self._records.clear()
         self._places.clear()
+        self._release_memory()
+
+    def _release_memory(self) -> None:
         self._gradients.close()
         self._state.close()
         for slab in self._rings:
@@ -239,6 +251,7 @@ class HostStepper:
         fold = None if param not in self._held else "next" if param in self._accumulated else "first"
         self._held.add(param)
         if fold is not None:
+            self._prepare(self._variant(self._records[param], fresh=True, adds=True))
             self._accumulated.add(param)
         for state, tile, piece in self._places[param]:
             if (state.chunk.index, tile.tile.index) not in self._early:
@@ -259,7 +272,6 @@ class HostStepper:
         rows: Rows,
         *,
         from_device: bool,
-        with_sums: bool = True,
         after: Sequence[Ready] = (),
     ) -> None:
         pieces = tile.tile.pieces
@@ -275,7 +287,7 @@ class HostStepper:
                 weights={p.param: self._records[p.param].weight() for p in pieces},
                 owners={p.param: self._records[p.param].param for p in pieces},
                 after=after,
-                with_sums=with_sums,
+                with_sums=self._fused_sums,
             )
         )
 
@@ -288,13 +300,26 @@ class HostStepper:
             (True, True, fresh & self._accumulated),
             (False, False, (params.keys() & self._accumulated) - fresh),
         ]
-        return [
-            Launch(self._select(state, [params[param] for param in members], len(params)), is_fresh, adds)
-            for is_fresh, adds, members in groups
-            if members
-        ]
+        launches = []
+        for is_fresh, adds, members in groups:
+            if members:
+                self._prepare(self._variant(self._records[next(iter(members))], fresh=is_fresh, adds=adds))
+                launches.append(Launch(self._select(state, [params[m] for m in members], len(params)), is_fresh, adds))
+        return launches
+
+    def _variant(self, record: ParamRecord, *, fresh: bool, adds: bool) -> Variant:
+        kind = record.kind
+        grad = kind.grad if fresh else "fp32"
+        return Variant(grad=grad, acc=adds, weight=kind.weight, sums=self._fused_sums)  # type: ignore[arg-type]
+
+    def _prepare(self, variant: Variant) -> None:
+        """Have a kernel compiled that the layout did not foresee: on the worker, ahead of the job that needs it."""
+        if variant not in self._prepared:
+            self._prepared.add(variant)
+            self._worker.submit(Call(lambda: self._backend.prepare(variant)))
 
     def _select(self, state: ChunkState, rows: Sequence[int], num_params: int) -> np.ndarray:
+        """Row flags; rows that are not in the tile do not matter, so one array serves all complete tiles."""
         if len(rows) == num_params:
             return self._select_all[state.chunk.index]
         select = np.zeros(len(state.chunk.spans), np.uint8)

@@ -30,7 +30,10 @@ class BlockSums(NamedTuple):
 
 
 class Stepper(Protocol):
-    """State and updates of the chunks of one placement."""
+    """State and updates of the chunks of one placement.
+
+    Made with ``fused_sums``: whether updates take the squared sums on their way, or `measure` has taken them before.
+    """
 
     rule: Rule
     """Makes the rows that `step_early` and `step_rest` take."""
@@ -63,7 +66,7 @@ class Stepper(Protocol):
     def measure(self) -> None:
         """Take squared sums of all that is held and accumulated."""
 
-    def step_rest(self, rows: Rows, *, with_sums: bool) -> None:
+    def step_rest(self, rows: Rows) -> None:
         """Update all tiles that have gradients and were not updated early."""
 
     def block_sums(self, chunk: int) -> BlockSums:

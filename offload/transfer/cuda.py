@@ -113,7 +113,7 @@ class CudaTransport:
                 with torch.cuda.device(self.device):
                     self._to_host.synchronize()
                     self._to_device.synchronize()
-            except BaseException as error:  # noqa: BLE001 - carried to the caller's thread
+            except BaseException as error:  # noqa: BLE001 - carried to the calling thread
                 failures.append(error)
 
         drainer = threading.Thread(target=drain, name="offload-drain", daemon=True)

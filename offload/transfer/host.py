@@ -55,15 +55,15 @@ class HostTransport:
         """Nothing to mark: the calling thread's work is done already."""
         return _PASSED
 
-    def issue_to_host(self, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:  # noqa: ARG002
+    def issue_to_host(self, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
         """Copy now, "device" to host."""
         return self._issue("to_host", copies)
 
-    def issue_to_device(self, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:  # noqa: ARG002
+    def issue_to_device(self, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
         """Copy now, host to "device"."""
         return self._issue("to_device", copies)
 
-    def _issue(self, lane: LaneName, copies: Sequence[Copy]) -> Transfer:  # noqa: ARG002
+    def _issue(self, lane: LaneName, copies: Sequence[Copy]) -> Transfer:
         self._check_open()
         num_bytes = check_copies(copies)
         _run_copies(copies)

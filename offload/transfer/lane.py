@@ -40,7 +40,7 @@ class PendingCopy:
         """Run and remember the outcome. On the lane's thread only; the lane then announces it."""
         try:
             self.run()
-        except BaseException as error:  # noqa: BLE001 - carried to the waiting thread
+        except BaseException as error:  # noqa: BLE001 - carried to the thread that waits
             self._error = error
         self.run = _nothing  # holds the tensors
         self._ended = True
