@@ -8,7 +8,7 @@ floating state to the parameter's dtype and device before any hook could stop it
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,8 @@ def export_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     state = {
         index: {name: _clone(value) for name, value in entry.items()} for index, entry in state_dict["state"].items()
     }
-    return {**state_dict, "state": state}
+    groups = [{key: _clone(value) for key, value in group.items()} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def read_state(
@@ -67,12 +68,12 @@ def read_state(
             continue
         entry = state_dict["state"].get(saved_id, {})
         tensors = {name: _checked(record, name, entry[name]) for name in ("master", *moments) if name in entry}
-        missing = [name for name in moments if entry and name not in entry]
+        missing = [name for name in ("step", *moments) if entry and name not in entry]
         if missing:
             raise CheckpointError(f"{record.name}: the state dict has no {', '.join(missing)} for it (it has "
                                   f"{', '.join(entry) or 'nothing'}); was it saved by another kind of optimizer?")
         incoming.tensors[record.index] = tensors
-        incoming.steps[record.index] = int(entry.get("step", 0))
+        incoming.steps[record.index] = _checked_step(record, entry.get("step", 0))
         if "master" not in tensors and record.kind.weight == "bf16":
             without_master.append(record.name)
     _warn_of_missing_masters(without_master)
@@ -82,13 +83,32 @@ def read_state(
 def _check_form(state_dict: Mapping[str, Any], num_params: int) -> None:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError("this is no optimizer state dict: it has no 'state' and 'param_groups'")
-    for group in state_dict["param_groups"]:
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not _are_mappings([state]) or not _are_mappings(state.values()) or not _are_mappings(groups, "params"):
+        raise CheckpointError("this is no optimizer state dict: expected dicts in 'state' and groups with 'params'")
+    for group in groups:
         for flag in REFUSED_FLAGS:
             if group.get(flag):
                 raise CheckpointError(f"the state dict was saved with {flag}=True, which is not supported here")
-    num_saved = sum(len(group["params"]) for group in state_dict["param_groups"])
+    num_saved = sum(len(group["params"]) for group in groups)
     if num_saved != num_params:
         raise CheckpointError(f"the state dict has {num_saved} parameters, this optimizer has {num_params}")
+
+
+def _are_mappings(values: Any, *keys: str) -> bool:
+    if not isinstance(values, Iterable):
+        return False
+    return all(isinstance(value, Mapping) and value.keys() >= set(keys) for value in values)
+
+
+def _checked_step(record: ParamRecord, value: Any) -> int:
+    try:
+        step = int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        step = -1
+    if step < 0:
+        raise CheckpointError(f"{record.name}: step is {value!r}, expected one number, 0 or more")
+    return step
 
 
 def _checked(record: ParamRecord, name: str, value: Any) -> torch.Tensor:
@@ -99,8 +119,9 @@ def _checked(record: ParamRecord, name: str, value: Any) -> torch.Tensor:
     if local.shape != expected:
         raise CheckpointError(f"{record.name}: {name} has shape {tuple(local.shape)}, expected {tuple(expected)}; sharded "
                               "state is resharded by torch.distributed.checkpoint, not by load_state_dict")
-    if not local.is_floating_point():
-        raise CheckpointError(f"{record.name}: {name} is {local.dtype}, expected floating point")
+    if not local.is_floating_point() or local.layout is not torch.strided or local.device.type == "meta":
+        raise CheckpointError(f"{record.name}: {name} is {local.dtype}, {local.layout}, on {local.device}; expected floating "
+                              "point, dense, with data")
     return local
 
 

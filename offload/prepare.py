@@ -64,11 +64,11 @@ def cast_compute_weights(
     masters = Masters()
     if dtype is torch.float32:
         return masters
-    for name, parameter in model.named_parameters():
-        if parameter.dtype is not torch.float32 or keep(name):
-            continue
+    chosen = {name: p for name, p in model.named_parameters() if p.dtype is torch.float32 and not keep(name)}
+    for name, parameter in chosen.items():
         if parameter.device.type == "meta":
             raise UnsupportedDtypeError(f"{name} is on the meta device: materialize the model before casting it")
+    for name, parameter in chosen.items():
         masters.add(name, parameter, local_shard(parameter).to("cpu", copy=True))
         parameter.data = parameter.data.to(dtype)
     return masters

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_TEMPORARY_BYTES = 1 << 30
-_BYTES_PER_LOGIT = 2 + 4  # the logits, later their gradient, in BF16, and log-softmax in FP32
+_BYTES_PER_LOGIT = 2 + 4  # the logits, later their gradient, in BF16; softmax in FP32
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -57,14 +57,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _loss_and_grad_logits(rows: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk and the gradient of its logits, which takes the place of the logits."""
+    """Summed loss of a chunk and the gradient of its logits, which takes the place of the logits.
+
+    Softmax is written out, in FP32, because torch's own would hold one more FP32 copy of BF16 logits.
+    """
     logits = rows @ weight.t()
-    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    index = targets.unsqueeze(1)
-    loss = -log_probabilities.gather(1, index).sum()
-    probabilities = log_probabilities.exp_()
-    probabilities.scatter_add_(1, index, probabilities.new_full((1, 1), -1.0).expand_as(index))
-    return loss, logits.copy_(probabilities)
+    wide = logits - logits.amax(1, keepdim=True).float()
+    at_target = wide.gather(1, targets.unsqueeze(1))
+    exponentials = wide.exp_()
+    total = exponentials.sum(1, keepdim=True)
+    loss = (total.log() - at_target).sum()
+    # At the target the gradient is p - 1: subtracted here, before anything is rounded to BF16.
+    exponentials.scatter_(1, targets.unsqueeze(1), at_target.exp() - total)
+    return loss, torch.mul(exponentials, total.reciprocal(), out=logits)
 
 
 def _chunks(num_tokens: int, vocabulary: int) -> list[tuple[int, int]]:

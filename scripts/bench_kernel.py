@@ -42,7 +42,13 @@ from offload.kernels.numba_backend import NumbaBackend
 from offload.kernels.rule import AdamWRule
 from offload.kernels.stream import drain, fence, make_stage
 
-GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+GROUP: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "maximize": False,
+}
 UPDATE_BYTES = 28  # read: gradient 2, master 4, moments 8; written: master 4, moments 8, weight 2
 TRIAD_BYTES = 12
 STEP = 10
@@ -277,7 +283,9 @@ def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor()
-    models = (line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line)
+    models = (
+        line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+    )
     return next(models, platform.processor())
 
 
@@ -299,7 +307,9 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--numel", type=int, default=1 << 26, help="parameters (rounded to 1024)")
     parser.add_argument("--threads", type=int, default=cpus)

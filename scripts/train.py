@@ -55,7 +55,7 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset("bytes-small", batch=8, length=128, steps=200, lr=2e-3),
+    "cpu": Preset("bytes-small", batch=8, length=128, steps=150, lr=2e-3),
     "cuda": Preset("bytes-base", batch=16, length=1024, steps=300, lr=3e-4),
 }
 
@@ -75,14 +75,18 @@ def main() -> None:
     )
     print(
         f"{num_parameters(model) / 1e6:.1f} M parameters on {device}, {text.numel() / 1e6:.1f} MB of text, "
-        f"{args.steps} steps of {args.batch} x {args.length} bytes, mode {args.mode}"
+        f"{args.steps} steps of {args.batch} x {args.length} bytes, mode {args.mode}",
+        flush=True,
     )
+    started = time.perf_counter()
     optimizer = prepare_optimizer(args, model)
+    setup_s = time.perf_counter() - started
+    print(f"optimizer ready after {setup_s:.1f} s (state built, kernels compiled)", flush=True)
     try:
         run = train(args, model, optimizer, text, device)
     finally:
         optimizer.close()
-    result = summarize(args, run, num_parameters(model), device)
+    result = {"setup_s": setup_s, **summarize(args, run, num_parameters(model), device)}
     print_summary(result)
     write_json(args.json, result)
 

@@ -107,11 +107,8 @@ def adamw(
     with np.errstate(all="ignore"):
         g = whole_gradient(grad, acc) * F32(coef)
         g = -g if group["maximize"] else g
-        distance = g - exp_avg
-        if c1 < 0.5:
-            m = fma(np.full_like(g, c1), distance, exp_avg)
-        else:
-            m = fma(np.full_like(g, c1 - F32(1)), distance, g)
+        slope, base = (c1, exp_avg) if c1 < 0.5 else (c1 - F32(1), g)
+        m = fma(np.full_like(g, slope), g - exp_avg, base)
         v = fma(c2 * g, g, exp_avg_sq * F32(beta2))
         denominator = np.sqrt(v) / debias + F32(group["eps"])
         p = master * decay + (step_size * m) / denominator

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import _baseline
+import _loss
 import pytest
+import torch
+import torch.nn.functional as F
+from _models import SHAPES, build_model
+from _optimizers import parse_assignments
+from _text import load_text, sample_batch
 
 ROOT = Path(__file__).parent.parent
 TINY_TRAINING = ["--device", "cpu", "--layers", "1", "--hidden", "64", "--batch", "4", "--length", "32"]
@@ -45,14 +53,6 @@ def test_wavefront_trains_as_torch_does(trained: dict[str, dict[str, Any]]) -> N
     assert trained["wavefront"]["losses"] == pytest.approx(trained["resident"]["losses"], rel=1e-5)
 
 
-def test_training_takes_a_file_or_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("to be or not to be, " * 20)
-    (tmp_path / "b.txt").write_text("that is the question. " * 20)
-    for data in (tmp_path, tmp_path / "a.txt"):
-        arguments = ["--mode", "resident", "--steps", "2", "--data", str(data), *TINY_TRAINING]
-        assert len(run_script("train.py", tmp_path / "out.json", *arguments)["losses"]) == 2
-
-
 def test_bench_step_compares_modes(tmp_path: Path) -> None:
     result = run_script(
         "bench_step.py", tmp_path / "out.json",
@@ -78,6 +78,99 @@ def test_bench_step_records_a_mode_that_fails(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--model", "tiny", "--seq", "16", "--modes", "no-such-mode"]
     result = run_script("bench_step.py", tmp_path / "out.json", *arguments, exit_status=1)
     assert result["runs"][0]["status"] == "error"
+
+
+def test_text_comes_from_a_file_a_folder_or_the_standard_library(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"second")
+    (tmp_path / "a.txt").write_bytes(b"first ")
+    assert bytes(load_text(tmp_path).tolist()) == b"first second"
+    assert bytes(load_text(tmp_path / "b.txt", max_bytes=3).tolist()) == b"sec"
+    assert load_text(None, max_bytes=100_000).numel() == 100_000
+    with pytest.raises(SystemExit, match="--data"):
+        load_text(tmp_path / "nothing")
+
+
+def test_batches_are_shifted_windows() -> None:
+    text = torch.arange(50, dtype=torch.uint8)
+    ids, targets = sample_batch(text, 1000, 9, torch.Generator().manual_seed(0))
+    assert ids.shape == targets.shape == (1000, 9)
+    assert torch.equal(ids + 1, targets)
+    assert ids.min() == 0
+    assert targets.max() == 49
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 300, 1000])
+def test_chunked_loss_is_cross_entropy(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> None:
+    vocabulary = 101
+    monkeypatch.setattr(_loss, "MAX_TEMPORARY_BYTES", rows_per_chunk * vocabulary * _loss._BYTES_PER_LOGIT)
+    torch.manual_seed(0)
+    hidden = torch.randn(300, 16, requires_grad=True)
+    weight = torch.randn(vocabulary, 16, requires_grad=True)
+    targets = torch.randint(vocabulary, (300,))
+    expected = F.cross_entropy(hidden @ weight.t(), targets)
+    loss = _loss.linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(loss, expected)
+    gradients = torch.autograd.grad(3 * expected, (hidden, weight))
+    torch.testing.assert_close(torch.autograd.grad(3 * loss, (hidden, weight)), gradients)
+
+
+def test_chunked_loss_needs_no_gradient() -> None:
+    with torch.no_grad():
+        loss = _loss.linear_cross_entropy(torch.zeros(5, 4), torch.zeros(8, 4), torch.arange(5))
+    assert loss.item() == pytest.approx(math.log(8))
+
+
+def test_baseline_is_torch_on_fp32_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with several buckets, with clipping, and with a parameter that gets no gradient."""
+    monkeypatch.setattr(_baseline, "BUCKET_NUMEL", 40)
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(*size).bfloat16()) for size in ((8, 4), (64,), (2, 3), (5,))]
+    copies = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
+    baseline = _baseline.ResidentAdamW(
+        ((str(i), weight) for i, weight in enumerate(weights)), lr=0.1, weight_decay=0.3, max_grad_norm=0.5
+    )
+    assert len(baseline.param_groups) > 1
+    reference = torch.optim.AdamW(copies, lr=0.1, weight_decay=0.3, fused=True)
+    for _ in range(5):
+        for weight, copy in zip(weights[:-1], copies[:-1], strict=True):
+            weight.grad = torch.randn_like(weight)
+            copy.grad = weight.grad.float()
+        torch.nn.utils.clip_grad_norm_(copies, 0.5)
+        baseline.step()
+        reference.step()
+        baseline.zero_grad()
+        assert all(weight.grad is None for weight in weights)
+    for weight, copy in zip(weights, copies, strict=True):
+        torch.testing.assert_close(weight, copy.bfloat16())
+
+
+def test_models_of_one_seed_are_equal_and_checkpointing_changes_nothing() -> None:
+    ids = torch.arange(24).view(2, 12)
+    models = [
+        build_model(
+            SHAPES["tiny"],
+            torch.device("cpu"),
+            dtype=torch.bfloat16,
+            implementation="plain",
+            checkpointing=on,
+        )
+        for on in (True, False)
+    ]
+    for model in models:
+        model(ids, ids + 1).backward()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert one.dtype == one.grad.dtype == torch.bfloat16
+        assert torch.equal(one, other)
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_options_are_read_from_the_command_line() -> None:
+    assert parse_assignments(["tile_numel=1024", "clip=defer", "betas=(0.9, 0.95)", "numa_bind=False"]) == {
+        "tile_numel": 1024,
+        "clip": "defer",
+        "betas": (0.9, 0.95),
+        "numa_bind": False,
+    }
 
 
 def run_script(name: str, json_path: Path, *arguments: str, exit_status: int = 0) -> dict[str, Any]:

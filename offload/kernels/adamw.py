@@ -27,7 +27,7 @@ from offload.kernels.blocks import NORM_BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
 from offload.kernels.norm import write_sums
-from offload.kernels.stream import drain, fence, make_stage
+from offload.kernels.stream import drain, fence, make_stage, put
 
 __all__ = ["NUM_COLUMNS", "hyper_row", "update_tile"]
 
@@ -59,8 +59,13 @@ def hyper_row(group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[f
 
 
 @inner
-def update_span(gradient, master, exp_avg, exp_avg_sq, weight, rows, row):
-    """The update loop, over arrays of equal length that all belong to parameter ``row``."""
+def update_span(
+    gradient, master, exp_avg, exp_avg_sq, new_master, new_exp_avg, new_exp_avg_sq, weight, rows, row
+):
+    """The update loop, over arrays of equal length that all belong to parameter ``row``.
+
+    Without the three ``new_`` arrays, the state is changed in place.
+    """
     lerp, square, beta2, decay = rows[row, LERP], rows[row, SQUARE], rows[row, BETA2], rows[row, DECAY]
     step_size, debias, eps, coef = rows[row, STEP_SIZE], rows[row, DEBIAS], rows[row, EPS], rows[row, COEF]
     near = lerp < HALF
@@ -71,49 +76,112 @@ def update_span(gradient, master, exp_avg, exp_avg_sq, weight, rows, row):
         m = fma(slope, g - m, m if near else g)
         v = fma(square * g, g, exp_avg_sq[i] * beta2)
         p = master[i] * decay + (step_size * m) / (sqrt(v) / debias + eps)
-        exp_avg[i] = m
-        exp_avg_sq[i] = v
-        master[i] = p
+        put(new_exp_avg, exp_avg, i, m)
+        put(new_exp_avg_sq, exp_avg_sq, i, v)
+        put(new_master, master, i, p)
         write(weight, i, p)
 
 
+# fmt: off  (one line per group of arguments reads better than one line per argument)
 @inner
-def update_block(block, grad, acc, master, exp_avg, exp_avg_sq, weight, sums, nonfinite, blocks, rows, select, flush):
+def update_block(
+    block,
+    grad,
+    acc,
+    master,
+    exp_avg,
+    exp_avg_sq,
+    new_master,
+    new_exp_avg,
+    new_exp_avg_sq,
+    weight,
+    sums,
+    nonfinite,
+    blocks,
+    rows,
+    select,
+    flush,
+):
     """Work item ``block`` of `update_tile`: a norm block at a time, in the L1 cache."""
     start, stop, row = blocks[block, 0], blocks[block, 1], blocks[block, 2]
     if select[row] == 0:
         return
     mode = set_flush(flush)
-    stage = make_stage(weight)
     gradient = np.empty(NORM_BLOCK, np.float32)
+    weight_stage, master_stage = make_stage(weight), make_stage(new_master)
+    exp_avg_stage, exp_avg_sq_stage = make_stage(new_exp_avg), make_stage(new_exp_avg_sq)
     for first in range(start, stop, NORM_BLOCK):
         last = min(first + NORM_BLOCK, stop)
+        numel = last - first
         load_gradient(grad, acc, first, last, gradient)
         write_sums(gradient, sums, nonfinite, first)
         update_span(
-            gradient[: last - first],
+            gradient[:numel],
             master[first:last],
             exp_avg[first:last],
             exp_avg_sq[first:last],
-            part(stage, 0, last - first),
+            part(master_stage, 0, numel),
+            part(exp_avg_stage, 0, numel),
+            part(exp_avg_sq_stage, 0, numel),
+            part(weight_stage, 0, numel),
             rows,
             row,
         )
-        drain(stage, weight, first, last)
+        drain(weight_stage, weight, first, last)
+        drain(master_stage, new_master, first, last)
+        drain(exp_avg_stage, new_exp_avg, first, last)
+        drain(exp_avg_sq_stage, new_exp_avg_sq, first, last)
     fence()
     restore_mode(mode)
 
 
 @Kernel
-def update_tile(first, last, grad, acc, master, exp_avg, exp_avg_sq, weight, sums, nonfinite, blocks, rows, select, flush):
+def update_tile(
+    first,
+    last,
+    grad,
+    acc,
+    master,
+    exp_avg,
+    exp_avg_sq,
+    new_master,
+    new_exp_avg,
+    new_exp_avg_sq,
+    weight,
+    sums,
+    nonfinite,
+    blocks,
+    rows,
+    select,
+    flush,
+):
     """One AdamW step of the selected parameters of a tile; all arrays have the tile's length n.
 
     grad: uint16[n] (BF16 bits) or float32[n], the last micro-batch; acc: float32[n] or None, the ones before it.
-    master, exp_avg, exp_avg_sq: float32[n], in place. weight: uint16[n] (BF16 bits), float32[n] or None, out.
+    master, exp_avg, exp_avg_sq: float32[n]; in place, or left as they are where new_master, new_exp_avg, new_exp_avg_sq:
+    float32[n], out, are given (all or none). weight: uint16[n] (BF16 bits), float32[n] or None, out.
     sums: float64[n // 1024], nonfinite: uint8[n // 1024], out, or both None: see `offload.kernels.norm`; of the gradient
     before ``coef``. blocks: int64[k, 3]; rows: float32[r, 8]; select: uint8[r]; flush: bool, denormals are 0.
     """
     for block in prange(first, last):
         update_block(
-            block, grad, acc, master, exp_avg, exp_avg_sq, weight, sums, nonfinite, blocks, rows, select, flush
+            block,
+            grad,
+            acc,
+            master,
+            exp_avg,
+            exp_avg_sq,
+            new_master,
+            new_exp_avg,
+            new_exp_avg_sq,
+            weight,
+            sums,
+            nonfinite,
+            blocks,
+            rows,
+            select,
+            flush,
         )
+
+
+# fmt: on

@@ -27,6 +27,9 @@ class TileArrays:
     sums: np.ndarray | None  #: float64[n // 1024], out: squared norm of each norm block, before clipping
     nonfinite: np.ndarray | None  #: uint8[n // 1024], out: 1 where a norm block holds an inf or a NaN
     blocks: np.ndarray  #: int64[k, 3]: see `offload.kernels.blocks.make_blocks`
+    #: Where the new (master, \*moments), float32[n] each, go; None: in place. With it the old state is left as it was, for
+    #: an exact rollback; what is not selected is written to neither.
+    new_state: tuple[np.ndarray, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Variant:
     acc: bool = False
     weight: Literal["bf16", "fp32"] | None = "bf16"
     sums: bool = False
+    new_state: bool = False
 
 
 class Backend(Protocol):
@@ -46,7 +50,10 @@ class Backend(Protocol):
     """
 
     name: str
-    rule: Rule  #: fills ``rows``: its columns are this backend's own
+
+    @property
+    def rule(self) -> Rule:
+        """Fills ``rows``: its columns are this backend's own."""
 
     def start(self) -> None:
         """Take up threads, compile what will be used, and from then on refuse to compile."""

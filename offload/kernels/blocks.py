@@ -35,7 +35,8 @@ def make_blocks(spans: Iterable[tuple[int, int, int]]) -> np.ndarray:
     for start, stop, row in spans:
         if start % NORM_BLOCK or stop < start or row < 0:
             raise KernelError(
-                f"span ({start}, {stop}, {row}): start must be a multiple of {NORM_BLOCK}, stop not below it, row not negative"
+                f"span ({start}, {stop}, {row}): start must be a multiple of {NORM_BLOCK}, "
+                "stop not below it, row not negative"
             )
         blocks += [(first, min(first + BLOCK, stop), row) for first in range(start, stop, BLOCK)]
     return np.array(blocks, dtype=np.int64).reshape(-1, 3)

@@ -29,13 +29,13 @@ _MASK = _FLUSH_BITS.get(_MACHINE, 0)
 
 def set_flush(flush: Any) -> Any:
     """Set or clear flush-to-zero for this thread; returns the previous mode for `restore_mode`."""
-    previous = _read_mode()
-    restore_mode((previous & ~_MASK) | (_MASK if flush else 0))
+    previous: int = _read_mode()
+    _write_mode((previous & ~_MASK) | (_MASK if flush else 0))
     return previous
 
 
 def restore_mode(mode: Any) -> None:
-    """Write the floating-point control register of this thread."""
+    """Put back what `set_flush` returned."""
     _write_mode(int(mode))
 
 
@@ -58,7 +58,7 @@ def _restore_mode_overload(mode):
 
 
 @intrinsic
-def _read_control(typing_context):
+def _read_control(typing_context: Any) -> Any:
     def codegen(context, builder, signature, arguments):
         if not _MASK:
             return ir.IntType(32)(0)
@@ -73,7 +73,7 @@ def _read_control(typing_context):
 
 
 @intrinsic
-def _write_control(typing_context, mode):
+def _write_control(typing_context: Any, mode: Any) -> Any:
     def codegen(context, builder, signature, arguments):
         if not _MASK:
             return context.get_dummy_value()

@@ -75,7 +75,11 @@ class DeviceBackend:
             self._kernel(self._defines(variant.grad == "bf16", variant.acc, weight, variant.sums))
 
     def update(
-        self, tile: TileTensors, rows: torch.Tensor, select: torch.Tensor, stream: torch.cuda.Stream | None = None
+        self,
+        tile: TileTensors,
+        rows: torch.Tensor,
+        select: torch.Tensor,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Enqueue one step of the selected parameters; ``rows``: float32[r, num_columns], ``select``: uint8[r].
 
@@ -84,12 +88,16 @@ class DeviceBackend:
         weight_dtype = None if tile.weight is None else tile.weight.dtype
         self._launch(tile, rows, select, self._defines_of(tile, weight_dtype), stream)
 
-    def square_sums(self, tile: TileTensors, select: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    def square_sums(
+        self, tile: TileTensors, select: torch.Tensor, stream: torch.cuda.Stream | None = None
+    ) -> None:
         """Enqueue ``sums`` and ``nonfinite`` of the selected parameters, with the bits that `update` gives; no update."""
         self._launch(tile, select, select, (*self._defines_of(tile, None), "-DUPDATE=0"), stream)
 
     def _defines_of(self, tile: TileTensors, weight: torch.dtype | None) -> tuple[str, ...]:
-        return self._defines(tile.grad.dtype == torch.bfloat16, tile.acc is not None, weight, tile.sums is not None)
+        return self._defines(
+            tile.grad.dtype == torch.bfloat16, tile.acc is not None, weight, tile.sums is not None
+        )
 
     def _launch(
         self,
@@ -139,12 +147,20 @@ class DeviceBackend:
 
 def _compile(defines: tuple[str, ...], flush: bool) -> Any:
     """Compile ``device.cu`` for the current device."""
-    options = [*defines, f"--ftz={'true' if flush else 'false'}", "--fmad=false", "--prec-div=true", "--prec-sqrt=true"]
+    options = [
+        *defines,
+        f"--ftz={'true' if flush else 'false'}",
+        "--fmad=false",
+        "--prec-div=true",
+        "--prec-sqrt=true",
+    ]
     compile_kernel = torch.cuda._compile_kernel
     # torch 2.9 and later agree on these three names; what else they take has changed between releases.
     known = inspect.signature(compile_kernel).parameters
     if not {"kernel_source", "kernel_name", "nvcc_options"} <= set(known):
-        raise KernelError(f"torch {torch.__version__}: _compile_kernel has an unknown signature, {list(known)}")
+        raise KernelError(
+            f"torch {torch.__version__}: _compile_kernel has an unknown signature, {list(known)}"
+        )
     with _no_toolkit_needed():
         try:
             return compile_kernel(

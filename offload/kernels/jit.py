@@ -29,8 +29,17 @@ FLAGS: dict[str, Any] = {
     # Negative indices and bounds are never tested.
     "boundscheck": False,
 }
+#: Flags of the functions that only kernels call: no entry points for Python and C, which take time to compile.
+INNER: dict[str, Any] = {**FLAGS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 #: Flags of the functions that Python calls: the worker's launch must not hold up the training thread.
-OUTER = {**FLAGS, "nogil": True}
+OUTER: dict[str, Any] = {**FLAGS, "nogil": True, "no_cfunc_wrapper": True}
+#: Only ``prange`` is made parallel. Looking for other parallelism takes a third of the time to compile.
+PARALLEL = {
+    "prange": True,
+    **dict.fromkeys(
+        ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False
+    ),
+}
 
 _compile_lock = threading.Lock()
 
@@ -41,11 +50,16 @@ def jit_disabled() -> bool:
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """Compile a function that kernels call; LLVM decides about inlining.
+    """Compile a function that only kernels call; LLVM decides about inlining.
 
     Numba's own ``inline="always"`` turns loops around a helper that writes into scalar ones.
     """
-    return numba.jit(**FLAGS)(function)
+    return _jit(function, INNER)
+
+
+def _jit(function: Callable[..., Any], flags: dict[str, Any]) -> Any:
+    decorate: Any = numba.jit(**flags)
+    return decorate(function)
 
 
 class Kernel:
@@ -59,8 +73,8 @@ class Kernel:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self.python = function
-        self.parallel = numba.jit(parallel=True, **OUTER)(function)
-        self.serial = numba.jit(**OUTER)(function)
+        self.parallel = _jit(function, {**OUTER, "parallel": PARALLEL})
+        self.serial = _jit(function, OUTER)
 
     def form(self, parallel: bool) -> Any:
         """The dispatcher of one form."""

@@ -56,7 +56,9 @@ class NumbaBackend:
     def team(self) -> Team:
         """The thread team, from ``start`` to ``close``."""
         if self._team is None:
-            raise ClosedError("the numba backend is not running: call start() first, and nothing after close()")
+            raise ClosedError(
+                "the numba backend is not running: call start() first, and nothing after close()"
+            )
         return self._team
 
     def start(self) -> None:
@@ -118,8 +120,10 @@ class NumbaBackend:
         kernel.compile(arguments, parallel=self.team.parallel, cache=cache)
 
     def _update_arguments(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> tuple[Any, ...]:
-        state = (tile.grad, tile.acc, tile.master, *tile.moments, tile.weight)
-        return (*state, tile.sums, tile.nonfinite, tile.blocks, rows, select, self.flush_denormals)
+        state = (tile.master, *tile.moments)
+        new_state = tile.new_state or (None,) * len(state)
+        arrays = (tile.grad, tile.acc, *state, *new_state, tile.weight)
+        return (*arrays, tile.sums, tile.nonfinite, tile.blocks, rows, select, self.flush_denormals)
 
     def _hot_calls(self, variant: Variant) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
         """The calls that may happen inside backward, with arguments of the right types."""
@@ -128,7 +132,10 @@ class NumbaBackend:
         sums, nonfinite = np.zeros(1), np.zeros(1, np.uint8)
         tile = _example_tile(variant, len(self.rule.state_names))
         yield self.rule.kernel, self._update_arguments(tile, rows, select)
-        yield square_sums_of_tile, (tile.grad, tile.acc, sums, nonfinite, tile.blocks, select, self.flush_denormals)
+        yield (
+            square_sums_of_tile,
+            (tile.grad, tile.acc, sums, nonfinite, tile.blocks, select, self.flush_denormals),
+        )
         if tile.acc is not None:
             yield expand, (tile.grad, tile.acc)
             yield accumulate_next, (tile.grad, tile.acc, self.flush_denormals)
@@ -150,4 +157,5 @@ def _example_tile(variant: Variant, num_moments: int) -> TileArrays:
         sums=np.zeros(1) if variant.sums else None,
         nonfinite=np.zeros(1, np.uint8) if variant.sums else None,
         blocks=np.zeros((0, 3), np.int64),
+        new_state=tuple(state[:-1]) if variant.new_state else None,
     )

@@ -15,9 +15,16 @@ __all__ = ["RULES", "AdamWRule", "Rule", "SignSGDRule"]
 class Rule(Protocol):
     """The hyperparameters and state of one optimizer's update."""
 
-    name: str
-    state_names: tuple[str, ...]  #: moments, FP32, beside the master
-    num_columns: int  #: of ``rows``
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The moments, FP32, beside the master."""
+
+    @property
+    def num_columns(self) -> int:
+        """Of ``rows``."""
 
     def row(self, group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[float, ...]:
         """One parameter's row of ``rows`` (float32[r, num_columns]) at ``step`` (from 1), clipped by ``coef``."""
@@ -38,7 +45,9 @@ class KernelRule:
         return row
 
 
-AdamWRule = KernelRule("adamw", ("exp_avg", "exp_avg_sq"), adamw.NUM_COLUMNS, adamw.update_tile, adamw.hyper_row)
+AdamWRule = KernelRule(
+    "adamw", ("exp_avg", "exp_avg_sq"), adamw.NUM_COLUMNS, adamw.update_tile, adamw.hyper_row
+)
 SignSGDRule = KernelRule("sign_sgd", (), sign_sgd.NUM_COLUMNS, sign_sgd.update_tile, sign_sgd.hyper_row)
 
 RULES = {rule.name: rule for rule in (AdamWRule, SignSGDRule)}

@@ -20,7 +20,7 @@ from offload.kernels.blocks import NORM_BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
 from offload.kernels.norm import write_sums
-from offload.kernels.stream import drain, fence, make_stage
+from offload.kernels.stream import drain, fence, make_stage, put
 
 __all__ = ["NUM_COLUMNS", "hyper_row", "update_tile"]
 
@@ -47,48 +47,63 @@ def sign(value):
 
 
 @inner
-def update_span(gradient, master, weight, rows, row):
-    """The update loop, over arrays of equal length that all belong to parameter ``row``."""
+def update_span(gradient, master, new_master, weight, rows, row):
+    """The update loop, over arrays of equal length that all belong to parameter ``row``.
+
+    Without ``new_master``, the master is changed in place.
+    """
     decay, step_size, coef = rows[row, DECAY], rows[row, STEP_SIZE], rows[row, COEF]
     for i in range(master.size):
         p = master[i] * decay + step_size * sign(gradient[i] * coef)
-        master[i] = p
+        put(new_master, master, i, p)
         write(weight, i, p)
 
 
+# fmt: off  (one line per group of arguments reads better than one line per argument)
 @inner
-def update_block(block, grad, acc, master, weight, sums, nonfinite, blocks, rows, select, flush):
+def update_block(block, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush):
     """Work item ``block`` of `update_tile`: a norm block at a time, in the L1 cache."""
     start, stop, row = blocks[block, 0], blocks[block, 1], blocks[block, 2]
     if select[row] == 0:
         return
     mode = set_flush(flush)
-    stage = make_stage(weight)
     gradient = np.empty(NORM_BLOCK, np.float32)
+    weight_stage, master_stage = make_stage(weight), make_stage(new_master)
     for first in range(start, stop, NORM_BLOCK):
         last = min(first + NORM_BLOCK, stop)
+        numel = last - first
         load_gradient(grad, acc, first, last, gradient)
         write_sums(gradient, sums, nonfinite, first)
         update_span(
-            gradient[: last - first],
+            gradient[:numel],
             master[first:last],
-            part(stage, 0, last - first),
+            part(master_stage, 0, numel),
+            part(weight_stage, 0, numel),
             rows,
             row,
         )
-        drain(stage, weight, first, last)
+        drain(weight_stage, weight, first, last)
+        drain(master_stage, new_master, first, last)
     fence()
     restore_mode(mode)
 
 
 @Kernel
-def update_tile(first, last, grad, acc, master, weight, sums, nonfinite, blocks, rows, select, flush):
+def update_tile(
+    first, last, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush
+):
     """One step of the selected parameters of a tile; all arrays have the tile's length n.
 
     grad: uint16[n] (BF16 bits) or float32[n], the last micro-batch; acc: float32[n] or None, the ones before it.
-    master: float32[n], in place. weight: uint16[n] (BF16 bits), float32[n] or None, out.
+    master: float32[n]; in place, or left as it is where new_master: float32[n], out, is given.
+    weight: uint16[n] (BF16 bits), float32[n] or None, out.
     sums: float64[n // 1024], nonfinite: uint8[n // 1024], out, or both None: see `offload.kernels.norm`; of the gradient
     before ``coef``. blocks: int64[k, 3]; rows: float32[r, 3]; select: uint8[r]; flush: bool, denormals are 0.
     """
     for block in prange(first, last):
-        update_block(block, grad, acc, master, weight, sums, nonfinite, blocks, rows, select, flush)
+        update_block(
+            block, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush
+        )
+
+
+# fmt: on

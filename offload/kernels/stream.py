@@ -16,7 +16,7 @@ from numba.extending import intrinsic, overload
 from offload.kernels.blocks import NORM_BLOCK
 from offload.kernels.jit import inner
 
-__all__ = ["drain", "fence", "make_stage"]
+__all__ = ["drain", "fence", "make_stage", "put"]
 
 LINE_BYTES = 64
 LINE_MASK = LINE_BYTES - 1
@@ -32,6 +32,32 @@ def _make_stage_overload(target):
     if isinstance(target, types.NoneType):
         return lambda target: None
     return lambda target: np.empty(NORM_BLOCK, target.dtype)
+
+
+def put(stage: Any, old: Any, i: Any, value: Any) -> None:
+    """Store a new value: in ``stage`` where the old state is kept, else in place.
+
+    A choice per element, made at compile time. One array passed as both old and new would be an alias, and the loop scalar.
+    """
+    if stage is None:
+        old[i] = value
+    else:
+        stage[i] = value
+
+
+@overload(put)
+def _put_overload(stage, old, i, value):
+    if isinstance(stage, types.NoneType):
+
+        def put_in_place(stage, old, i, value):
+            old[i] = value
+
+        return put_in_place
+
+    def put_in_stage(stage, old, i, value):
+        stage[i] = value
+
+    return put_in_stage
 
 
 @inner

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numba
@@ -146,14 +147,15 @@ class ExecutorTeam:
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
         bounds = [count * share // self.num_threads for share in range(self.num_threads + 1)]
+        shares = [share for share in pairwise(bounds) if share[0] < share[1]]
         futures = []
         if self._executor is not None:
             futures = [
                 self._executor.submit(kernel, first, last, arguments, parallel=False)
-                for first, last in zip(bounds[1:-1], bounds[2:])
-                if first < last
+                for first, last in shares[1:]
             ]
-        kernel(0, bounds[1], arguments, parallel=False)
+        for first, last in shares[:1]:
+            kernel(first, last, arguments, parallel=False)
         for future in futures:
             future.result()
 
@@ -178,5 +180,3 @@ class PythonTeam:
 
     def close(self) -> None:
         pass
-
-

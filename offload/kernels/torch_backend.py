@@ -42,7 +42,14 @@ class TorchAdamWRule:
     def row(self, group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[float, ...]:
         """See `offload.kernels.rule.Rule.row`."""
         beta1, beta2 = group["betas"]
-        values = (float(group["lr"]), float(beta1), float(beta2), group["eps"], group["weight_decay"], float(step))
+        values = (
+            float(group["lr"]),
+            float(beta1),
+            float(beta2),
+            group["eps"],
+            group["weight_decay"],
+            float(step),
+        )
         signed = -coef if group.get("maximize") else coef
         return (*(part for value in values for part in split_double(value)), signed)
 
@@ -105,9 +112,8 @@ class TorchBackend:
             gradient = _whole_gradient(tile.grad, tile.acc, start, stop)
             if tile.sums is not None and tile.nonfinite is not None:
                 _square_sums(gradient.numpy(), start, tile.sums, tile.nonfinite)
-            master = torch.from_numpy(tile.master[start:stop])
-            moments = tuple(torch.from_numpy(moment[start:stop]) for moment in tile.moments)
-            self._step(_Span(row, gradient, master, moments), rows[row])
+            master, *moments = _state(tile, start, stop)
+            self._step(_Span(row, gradient, master, tuple(moments)), rows[row])
             if tile.weight is not None:
                 _write_weight(master, tile.weight[start:stop])
 
@@ -186,6 +192,15 @@ def _whole_gradient(grad: np.ndarray, acc: np.ndarray | None, start: int, stop: 
     return last if acc is None else last.add_(torch.from_numpy(acc[start:stop]))
 
 
+def _state(tile: TileArrays, start: int, stop: int) -> list[torch.Tensor]:
+    """Elements ``[start, stop)`` of the state to step in place: the tile's, or a copy where the old one is to be kept."""
+    old = [torch.from_numpy(array[start:stop]) for array in (tile.master, *tile.moments)]
+    if tile.new_state is None:
+        return old
+    new = [torch.from_numpy(array[start:stop]) for array in tile.new_state]
+    return [target.copy_(source) for target, source in zip(new, old, strict=True)]
+
+
 def _write_weight(master: torch.Tensor, weight: np.ndarray) -> None:
     """Round to the weight's dtype; torch writes some NaNs as 0xffff, we write 0x7fc0."""
     target = _floats(weight)
@@ -199,7 +214,7 @@ def _step_adamw(span: _Span, row: np.ndarray) -> None:
     tensors = (span.master, span.gradient, *span.moments)
     whole = span.master.numel() // PAD * PAD
     tails = [torch.nn.functional.pad(tensor[whole:], (0, -tensor.numel() % PAD)) for tensor in tensors]
-    pairs = [[tensor[:whole], tail] for tensor, tail in zip(tensors, tails)]
+    pairs = [[tensor[:whole], tail] for tensor, tail in zip(tensors, tails, strict=True)]
     masters, gradients, exp_avgs, exp_avg_sqs = pairs
     torch._fused_adamw_(
         masters,
@@ -216,7 +231,7 @@ def _step_adamw(span: _Span, row: np.ndarray) -> None:
         amsgrad=False,
         maximize=False,
     )
-    for tensor, tail in zip(tensors, tails):
+    for tensor, tail in zip(tensors, tails, strict=True):
         tensor[whole:] = tail[: tensor.numel() - whole]
 
 

@@ -80,7 +80,7 @@ def _is_nested(frame: FrameType | None) -> bool:
         code = frame.f_code
         if code.co_name == "_engine_run_backward":
             in_engine = True
-        elif in_engine and code.co_name == "apply" and code.co_filename.endswith("function.py"):
+        elif in_engine and code.co_name == "apply" and code.co_filename == torch.autograd.function.__file__:
             return True
         frame = frame.f_back
     return False

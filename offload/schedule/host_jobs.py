@@ -8,7 +8,7 @@ is applied by `StepTile` without arrivals. New weights leave through the second 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 from offload.host_state import ChunkState, HostGradients, TileState, numpy_dtype, torch_dtype
 from offload.kernels.backend import Backend, TileArrays
 from offload.layout import Piece
+from offload.parameters import ParamRecord
 from offload.report import StageClock
 from offload.transfer.ring import Ring, Slot
 from offload.transfer.transport import Copy, Ready, Transfer, Transport
@@ -33,6 +34,7 @@ __all__ = [
     "Pipeline",
     "StepTile",
     "StoreTile",
+    "TilePlan",
 ]
 
 Array = npt.NDArray[Any]
@@ -56,6 +58,37 @@ class Launch:
     select: Array
     fresh: bool
     adds: bool
+
+
+class TilePlan:
+    """A tile with all that its jobs need and that stays from step to step.
+
+    Args:
+        chunk, state: where the tile's arrays are.
+        records: of the chunk's parameters, by parameter index.
+    """
+
+    def __init__(self, chunk: ChunkState, state: TileState, records: Mapping[int, ParamRecord]) -> None:
+        self.chunk, self.state = chunk, state
+        self.kind, self.numel = chunk.chunk.kind, state.tile.numel
+        self.pieces = state.tile.pieces
+        self.key = (chunk.chunk.index, state.tile.index)
+        self.owners = [records[piece.param].param for piece in self.pieces]
+        everything = np.ones(len(chunk.chunk.spans), np.uint8)
+        self.complete = Launch(everything, fresh=True, adds=False)
+        self.complete_adding = Launch(everything, fresh=True, adds=True)
+        self._records = records
+        self.weights: list[torch.Tensor] = []
+        self.aim()
+
+    def aim(self) -> None:
+        """Find the compute weights, which may have moved."""
+        self.weights = [_part(self._records[piece.param].weight(), piece) for piece in self.pieces]
+
+    @property
+    def elements(self) -> slice:
+        """The tile's elements in its chunk."""
+        return slice(self.state.tile.start, self.state.tile.stop)
 
 
 class Pipeline:
@@ -133,7 +166,7 @@ class _CopyIn:
         with self._pipe.clock.stage("issue"):
             slot = self._slot.tensor(torch_dtype(self._dtype), self._numel)
             copies = [
-                Copy(slot[start : start + piece.numel], arrival.flat[piece.param_start : piece.param_start + piece.numel])
+                Copy(slot[start : start + piece.numel], _part(arrival.flat, piece))
                 for arrival, piece, start in self._sources
             ]
             self._transfer = self._pipe.transport.issue_to_host(copies, [arrival.ready for arrival, *_ in self._sources])
@@ -163,11 +196,10 @@ class StepTile(_CopyIn):
     """Update one tile and send its new weights.
 
     Args:
-        arrivals: by parameter, where the gradients come straight from the device; None: they are held or accumulated.
+        arrivals: in the order of pieces, where the gradients come straight from the device; None: they are held or
+            accumulated.
         launches: the kernel calls; their rows are disjoint.
         rows: hyperparameters, one row per parameter of the chunk.
-        weights: flat compute weight by parameter.
-        owners: by parameter, the user's tensor whose version counts writes.
         after: points that the device must have passed before weights may be written.
         with_sums: whether the update also takes the squared sums.
     """
@@ -175,56 +207,41 @@ class StepTile(_CopyIn):
     def __init__(
         self,
         pipe: Pipeline,
-        chunk: ChunkState,
-        tile: TileState,
+        plan: TilePlan,
         gradients: HostGradients,
         *,
-        arrivals: Mapping[int, Arrival] | None,
+        arrivals: Sequence[Arrival] | None,
         launches: Sequence[Launch],
         rows: Array,
-        weights: Mapping[int, torch.Tensor],
-        owners: Mapping[int, torch.Tensor],
         after: Sequence[Ready] = (),
         with_sums: bool = True,
     ) -> None:
-        pieces = tile.tile.pieces
-        sources = [] if arrivals is None else [(arrivals[p.param], p, p.tile_start) for p in pieces]
-        super().__init__(pipe, chunk.chunk.kind.grad, tile.tile.numel, sources)
-        self._chunk, self._tile, self._gradients = chunk, tile, gradients
+        sources = () if arrivals is None else [(a, p, p.tile_start) for a, p in zip(arrivals, plan.pieces, strict=True)]
+        super().__init__(pipe, plan.kind.grad, plan.numel, sources)
+        self._plan, self._gradients = plan, gradients
         self._from_device = arrivals is not None
-        self._launches, self._rows, self._with_sums = launches, rows, with_sums
-        self._weights, self._owners, self._after = weights, owners, after
+        self._launches, self._rows, self._with_sums, self._after = launches, rows, with_sums, after
 
     def finish(self) -> None:
         """Wait for the gradients, run the kernels, start the way back."""
+        plan, pipe = self._plan, self._pipe
         fresh = self._wait() if self._from_device else None
-        out = self._pipe.take_out_slot()
-        kind, numel = self._chunk.chunk.kind, self._tile.tile.numel
-        weight = out.array(numpy_dtype(kind.weight), numel)
-        with self._pipe.clock.stage("kernel"):
+        out = pipe.take_out_slot()
+        weight = out.array(numpy_dtype(plan.kind.weight), plan.numel)
+        with pipe.clock.stage("kernel"):
             for launch in self._launches:
-                arrays = _tile_arrays(self._chunk, self._tile, self._gradients, launch, fresh, weight, self._with_sums)
-                self._pipe.backend.update(arrays, self._rows, launch.select)
+                arrays = _tile_arrays(plan, self._gradients, launch, fresh, weight, self._with_sums)
+                pipe.backend.update(arrays, self._rows, launch.select)
         self._release()
-        self._send(out)
-
-    def _send(self, out: Slot) -> None:
-        slot = out.tensor(torch_dtype(self._chunk.chunk.kind.weight), self._tile.tile.numel)
-        updated = [p for p in self._tile.tile.pieces if any(launch.select[p.row] for launch in self._launches)]
-        copies = [_weight_copy(self._weights[piece.param], slot, piece) for piece in updated]
-        self._pipe.send(out, copies, self._after)
-        for piece in updated:
-            torch.autograd.graph.increment_version(self._owners[piece.param])
+        updated = [any(launch.select[piece.row] for launch in self._launches) for piece in plan.pieces]
+        _send_weights(pipe, plan, out, updated, self._after)
 
 
 class MeasureTile:
     """Squared sums of what is held and accumulated in one tile; changes nothing."""
 
-    def __init__(
-        self, pipe: Pipeline, chunk: ChunkState, tile: TileState, gradients: HostGradients, launches: Sequence[Launch]
-    ) -> None:
-        self._pipe, self._chunk, self._tile, self._gradients = pipe, chunk, tile, gradients
-        self._launches = launches
+    def __init__(self, pipe: Pipeline, plan: TilePlan, gradients: HostGradients, launches: Sequence[Launch]) -> None:
+        self._pipe, self._plan, self._gradients, self._launches = pipe, plan, gradients, launches
 
     def issue(self) -> bool:
         """Nothing to copy."""
@@ -232,11 +249,12 @@ class MeasureTile:
 
     def finish(self) -> None:
         """Run the norm kernel."""
+        state = self._plan.state
         with self._pipe.clock.stage("norm"):
             for launch in self._launches:
-                arrays = _tile_arrays(self._chunk, self._tile, self._gradients, launch, None, None, True)
+                arrays = _tile_arrays(self._plan, self._gradients, launch, None, None, True)
                 self._pipe.backend.square_sums(
-                    arrays.grad, arrays.acc, self._tile.sums, self._tile.nonfinite, self._tile.blocks, launch.select
+                    arrays.grad, arrays.acc, state.sums, state.nonfinite, state.blocks, launch.select
                 )
 
     def drop(self, error: BaseException) -> None:
@@ -247,11 +265,11 @@ class _PieceJob(_CopyIn):
     """A job for the part of one parameter's gradient that lies in one tile."""
 
     def __init__(
-        self, pipe: Pipeline, chunk: ChunkState, tile: TileState, gradients: HostGradients, piece: Piece, arrival: Arrival
+        self, pipe: Pipeline, plan: TilePlan, gradients: HostGradients, piece: Piece, arrival: Arrival
     ) -> None:
-        super().__init__(pipe, chunk.chunk.kind.grad, piece.numel, [(arrival, piece, 0)])
-        self._chunk, self._gradients = chunk.chunk, gradients
-        start = tile.tile.start + piece.tile_start
+        super().__init__(pipe, plan.kind.grad, piece.numel, [(arrival, piece, 0)])
+        self._chunk, self._gradients = plan.chunk.chunk, gradients
+        start = plan.state.tile.start + piece.tile_start
         self._range = slice(start, start + piece.numel)
 
     def _accumulate(self, gradient: Array, *, first: bool) -> None:
@@ -299,17 +317,16 @@ class LoadTile(_CopyIn):
     def __init__(
         self,
         pipe: Pipeline,
-        chunk: ChunkState,
-        tile: TileState,
+        plan: TilePlan,
         arrivals: Mapping[int, Arrival],
         *,
         changed: set[int] | None = None,
         check_only: bool = False,
     ) -> None:
-        self._pieces = [piece for piece in tile.tile.pieces if piece.param in arrivals]
+        self._pieces = [piece for piece in plan.pieces if piece.param in arrivals]
         sources = [(arrivals[p.param], p, p.tile_start) for p in self._pieces]
-        super().__init__(pipe, chunk.chunk.kind.weight, tile.tile.numel, sources)
-        self._tile, self._changed, self._check_only = tile, changed, check_only
+        super().__init__(pipe, plan.kind.weight, plan.numel, sources)
+        self._tile, self._changed, self._check_only = plan.state, changed, check_only
 
     def finish(self) -> None:
         """Wait for the weights and take them."""
@@ -333,19 +350,11 @@ class LoadTile(_CopyIn):
 
 
 class StoreTile:
-    """Compute weights of one tile written anew from the masters."""
+    """Compute weights of one tile written anew from the masters, for the pieces of `params`."""
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        chunk: ChunkState,
-        tile: TileState,
-        weights: Mapping[int, torch.Tensor],
-        owners: Mapping[int, torch.Tensor],
-        after: Sequence[Ready],
-    ) -> None:
-        self._pipe, self._chunk, self._tile = pipe, chunk, tile
-        self._weights, self._owners, self._after = weights, owners, after
+    def __init__(self, pipe: Pipeline, plan: TilePlan, params: Collection[int], after: Sequence[Ready]) -> None:
+        self._pipe, self._plan, self._after = pipe, plan, after
+        self._wanted = [piece.param in params for piece in plan.pieces]
 
     def issue(self) -> bool:
         """Nothing to copy in."""
@@ -353,51 +362,55 @@ class StoreTile:
 
     def finish(self) -> None:
         """Round and send."""
-        pieces = [piece for piece in self._tile.tile.pieces if piece.param in self._weights]
-        if not pieces:
-            return
-        kind, numel = self._chunk.chunk.kind, self._tile.tile.numel
+        plan = self._plan
         out = self._pipe.take_out_slot()
-        self._pipe.backend.round_weights(self._tile.master, out.array(numpy_dtype(kind.weight), numel))
-        slot = out.tensor(torch_dtype(kind.weight), numel)
-        self._pipe.send(out, [_weight_copy(self._weights[p.param], slot, p) for p in pieces], self._after)
-        for piece in pieces:
-            torch.autograd.graph.increment_version(self._owners[piece.param])
+        self._pipe.backend.round_weights(plan.state.master, out.array(numpy_dtype(plan.kind.weight), plan.numel))
+        _send_weights(self._pipe, plan, out, self._wanted, self._after)
 
     def drop(self, error: BaseException) -> None:
         """Nothing is held."""
 
 
-def _weight_copy(weight: torch.Tensor, slot: torch.Tensor, piece: Piece) -> Copy:
-    return Copy(
-        weight[piece.param_start : piece.param_start + piece.numel],
-        slot[piece.tile_start : piece.tile_start + piece.numel],
-    )
+def _send_weights(pipe: Pipeline, plan: TilePlan, out: Slot, wanted: Sequence[bool], after: Sequence[Ready]) -> None:
+    """Start the way of the wanted pieces from a slot to the compute weights, and let autograd know of the write."""
+    slot = out.tensor(torch_dtype(plan.kind.weight), plan.numel)
+    copies = [
+        Copy(weight, slot[piece.tile_start : piece.tile_start + piece.numel])
+        for weight, piece, want in zip(plan.weights, plan.pieces, wanted, strict=True)
+        if want
+    ]
+    pipe.send(out, copies, after)
+    for owner, want in zip(plan.owners, wanted, strict=True):
+        if want:
+            torch.autograd.graph.increment_version(owner)
+
+
+def _part(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return flat[piece.param_start : piece.param_start + piece.numel]
 
 
 def _tile_arrays(
-    chunk: ChunkState,
-    tile: TileState,
+    plan: TilePlan,
     gradients: HostGradients,
     launch: Launch,
     fresh: Array | None,
     weight: Array | None,
     with_sums: bool,
 ) -> TileArrays:
-    part = slice(tile.tile.start, tile.tile.stop)
-    accumulated = gradients.accumulated(chunk.chunk)[part] if launch.adds or not launch.fresh else None
+    chunk, state = plan.chunk.chunk, plan.state
+    accumulated = gradients.accumulated(chunk)[plan.elements] if launch.adds or not launch.fresh else None
     if launch.fresh:
-        gradient = gradients.held(chunk.chunk)[part] if fresh is None else fresh
+        gradient = gradients.held(chunk)[plan.elements] if fresh is None else fresh
     else:
         assert accumulated is not None
         gradient, accumulated = accumulated, None
     return TileArrays(
         grad=gradient,
         acc=accumulated,
-        master=tile.master,
-        moments=tile.moments,
+        master=state.master,
+        moments=state.moments,
         weight=weight,
-        sums=tile.sums if with_sums else None,
-        nonfinite=tile.nonfinite if with_sums else None,
-        blocks=tile.blocks,
+        sums=state.sums if with_sums else None,
+        nonfinite=state.nonfinite if with_sums else None,
+        blocks=state.blocks,
     )

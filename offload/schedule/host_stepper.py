@@ -7,16 +7,16 @@ state of memory at the moment when the job being built will run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from offload.config import OffloadConfig
 from offload.errors import ParameterError
-from offload.host_state import ChunkState, HostGradients, HostState, TileState
+from offload.host_state import HostGradients, HostState
 from offload.kernels.backend import Backend, Variant
-from offload.layout import Chunk, Piece
+from offload.layout import Chunk, Piece, Span
 from offload.parameters import ParamRecord
 from offload.report import StageClock
 from offload.schedule.host_jobs import (
@@ -29,6 +29,7 @@ from offload.schedule.host_jobs import (
     Pipeline,
     StepTile,
     StoreTile,
+    TilePlan,
 )
 from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.worker import Call, Job, Worker
@@ -73,9 +74,9 @@ class HostStepper:
         self._state = HostState(backend.rule, backend.fill_zero)
         self._gradients = HostGradients(backend.fill_zero)
         self._records: dict[int, ParamRecord] = {}
-        self._places: dict[int, list[tuple[ChunkState, TileState, Piece]]] = {}
-        self._chunk_of: dict[int, int] = {}
-        self._select_all: dict[int, np.ndarray] = {}
+        self._plans: list[TilePlan] = []
+        self._places: dict[int, list[tuple[TilePlan, Piece]]] = {}
+        self._spans: dict[int, tuple[int, Span]] = {}
         self._rings: list[Slab] = []
         self._reset_books()
         try:
@@ -93,15 +94,7 @@ class HostStepper:
         """See `Stepper.add_chunks`."""
         self._worker.call(lambda: self._state.add(chunks))
         for chunk in chunks:
-            state = self._state.chunks[chunk.index]
-            self._select_all[chunk.index] = np.ones(len(chunk.spans), np.uint8)
-            for span in chunk.spans:
-                self._records[span.param] = records[span.param]
-                self._chunk_of[span.param] = chunk.index
-                self._places[span.param] = []
-            for tile in state.tiles:
-                for piece in tile.tile.pieces:
-                    self._places[piece.param].append((state, tile, piece))
+            self._register(chunk, records)
         mine = [records[span.param] for chunk in chunks for span in chunk.spans]
         given = [record for record in mine if record.index in masters]
         for record in given:
@@ -109,10 +102,22 @@ class HostStepper:
         self._load([record for record in mine if record.index not in masters])
         self._check(given)
 
+    def _register(self, chunk: Chunk, records: Mapping[int, ParamRecord]) -> None:
+        state = self._state.chunks[chunk.index]
+        for span in chunk.spans:
+            self._records[span.param] = records[span.param]
+            self._spans[span.param] = (chunk.index, span)
+            self._places[span.param] = []
+        for tile in state.tiles:
+            plan = TilePlan(state, tile, self._records)
+            self._plans.append(plan)
+            for piece in plan.pieces:
+                self._places[piece.param].append((plan, piece))
+
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """See `Stepper.state`."""
-        chunk = self._state.chunks[self._chunk_of[record.index]]
-        span = next(span for span in chunk.chunk.spans if span.param == record.index)
+        index, span = self._spans[record.index]
+        chunk = self._state.chunks[index]
         part = slice(span.start, span.start + span.numel)
         return {
             "master": chunk.master[part],
@@ -135,11 +140,11 @@ class HostStepper:
 
     def store_weights(self, records: Sequence[ParamRecord]) -> None:
         """See `Stepper.store_weights`."""
-        weights = {record.index: record.weight() for record in records}
-        owners = {record.index: record.param for record in records}
+        params = {record.index for record in records}
         after = self._now(records)
-        for state, tile in self._tiles_of(records):
-            self._worker.submit(StoreTile(self._pipe, state, tile, weights, owners, after))
+        for plan in self._plans_of(records):
+            plan.aim()
+            self._worker.submit(StoreTile(self._pipe, plan, params, after))
         self.finish()
 
     @property
@@ -155,8 +160,8 @@ class HostStepper:
         first = record.index not in self._accumulated
         self._prepare(self._variant(record, fresh=True, adds=True))
         self._accumulated.add(record.index)
-        for state, tile, piece in self._places[record.index]:
-            self._worker.submit(AccumulatePiece(self._pipe, state, tile, self._gradients, piece, arrival, first=first))
+        for plan, piece in self._places[record.index]:
+            self._worker.submit(AccumulatePiece(self._pipe, plan, self._gradients, piece, arrival, first=first))
 
     def hold(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.hold`."""
@@ -165,14 +170,13 @@ class HostStepper:
     def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
         """See `Stepper.step_early`."""
         self._arrived[record.index] = Arrival(gradient, self._transport.record_ready())
-        for state, tile, piece in self._places[record.index]:
-            key = (state.chunk.index, tile.tile.index)
-            missing = self._missing.get(key, len(tile.tile.pieces)) - 1
-            self._missing[key] = missing
+        for plan, _ in self._places[record.index]:
+            missing = self._missing.get(plan.key, len(plan.pieces)) - 1
+            self._missing[plan.key] = missing
             if not missing:
-                self._submit_step(state, tile, rows, from_device=True)
-                self._early.add(key)
-        self._let_go(record.index)
+                self._early.add(plan.key)
+                self._submit_step(plan, rows, from_device=True)
+                self._let_go(plan)
 
     @property
     def stepped_early(self) -> list[str]:
@@ -184,16 +188,16 @@ class HostStepper:
     def measure(self) -> None:
         """See `Stepper.measure`."""
         self._hold_arrived()
-        for state, tile in self._waiting_tiles():
-            launches = self._launches(state, tile, from_device=False)
-            self._worker.submit(MeasureTile(self._pipe, state, tile, self._gradients, launches))
+        for plan in self._waiting_plans():
+            launches = self._launches(plan, from_device=False)
+            self._worker.submit(MeasureTile(self._pipe, plan, self._gradients, launches))
 
     def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`."""
         self._hold_arrived()
         after = self._now(list(self._records.values())[:1])
-        for state, tile in self._waiting_tiles():
-            self._submit_step(state, tile, rows, from_device=False, after=after)
+        for plan in self._waiting_plans():
+            self._submit_step(plan, rows, from_device=False, after=after)
             self._late += 1
 
     def finish(self) -> None:
@@ -216,6 +220,7 @@ class HostStepper:
         self._reset_books()
         self._records.clear()
         self._places.clear()
+        self._plans.clear()
         self._release_memory()
 
     def _release_memory(self) -> None:
@@ -235,11 +240,11 @@ class HostStepper:
         self._early: set[TileKey] = set()
         self._late = 0
 
-    def _let_go(self, param: int) -> None:
-        """Drop our reference to a gradient all of whose tiles are on their way."""
-        keys = ((state.chunk.index, tile.tile.index) for state, tile, _ in self._places[param])
-        if all(key in self._early for key in keys):
-            self._arrived.pop(param, None)
+    def _let_go(self, plan: TilePlan) -> None:
+        """Drop our references to gradients all of whose tiles are on their way now."""
+        for piece in plan.pieces:
+            if all(place.key in self._early for place, _ in self._places[piece.param]):
+                self._arrived.pop(piece.param, None)
 
     def _hold_arrived(self) -> None:
         """Gradients that wait for an incomplete tile go the way of held ones, but for tiles already updated."""
@@ -253,58 +258,54 @@ class HostStepper:
         if fold is not None:
             self._prepare(self._variant(self._records[param], fresh=True, adds=True))
             self._accumulated.add(param)
-        for state, tile, piece in self._places[param]:
-            if (state.chunk.index, tile.tile.index) not in self._early:
-                self._worker.submit(HoldPiece(self._pipe, state, tile, self._gradients, piece, arrival, fold=fold))
+        for plan, piece in self._places[param]:
+            if plan.key not in self._early:
+                self._worker.submit(HoldPiece(self._pipe, plan, self._gradients, piece, arrival, fold=fold))
 
-    def _waiting_tiles(self) -> Iterator[tuple[ChunkState, TileState]]:
+    def _waiting_plans(self) -> list[TilePlan]:
         """Tiles with something held or accumulated that were not updated early."""
-        for index, state in self._state.chunks.items():
-            for tile in state.tiles:
-                waiting = any(p.param in self._held or p.param in self._accumulated for p in tile.tile.pieces)
-                if waiting and (index, tile.tile.index) not in self._early:
-                    yield state, tile
+        waiting = self._held | self._accumulated
+        return [
+            plan
+            for plan in self._plans
+            if plan.key not in self._early and any(piece.param in waiting for piece in plan.pieces)
+        ]
 
-    def _submit_step(
-        self,
-        state: ChunkState,
-        tile: TileState,
-        rows: Rows,
-        *,
-        from_device: bool,
-        after: Sequence[Ready] = (),
-    ) -> None:
-        pieces = tile.tile.pieces
+    def _submit_step(self, plan: TilePlan, rows: Rows, *, from_device: bool, after: Sequence[Ready] = ()) -> None:
         self._worker.submit(
             StepTile(
                 self._pipe,
-                state,
-                tile,
+                plan,
                 self._gradients,
-                arrivals={p.param: self._arrived[p.param] for p in pieces} if from_device else None,
-                launches=self._launches(state, tile, from_device=from_device),
-                rows=rows[state.chunk.index],
-                weights={p.param: self._records[p.param].weight() for p in pieces},
-                owners={p.param: self._records[p.param].param for p in pieces},
+                arrivals=[self._arrived[piece.param] for piece in plan.pieces] if from_device else None,
+                launches=self._launches(plan, from_device=from_device),
+                rows=rows[plan.key[0]],
                 after=after,
                 with_sums=self._fused_sums,
             )
         )
 
-    def _launches(self, state: ChunkState, tile: TileState, *, from_device: bool) -> list[Launch]:
+    def _launches(self, plan: TilePlan, *, from_device: bool) -> list[Launch]:
         """One launch for each way in which gradients of this tile are to be had; one in all but odd cases."""
-        params = {piece.param: piece.row for piece in tile.tile.pieces}
-        fresh = set(params) if from_device else params.keys() & self._held
+        if from_device and not self._accumulated:
+            return [plan.complete]
+        rows = {piece.param: piece.row for piece in plan.pieces}
+        if from_device and rows.keys() <= self._accumulated:
+            self._prepare(self._variant(self._records[plan.pieces[0].param], fresh=True, adds=True))
+            return [plan.complete_adding]
+        fresh = set(rows) if from_device else rows.keys() & self._held
         groups = [
             (True, False, fresh - self._accumulated),
             (True, True, fresh & self._accumulated),
-            (False, False, (params.keys() & self._accumulated) - fresh),
+            (False, False, (rows.keys() & self._accumulated) - fresh),
         ]
         launches = []
         for is_fresh, adds, members in groups:
             if members:
                 self._prepare(self._variant(self._records[next(iter(members))], fresh=is_fresh, adds=adds))
-                launches.append(Launch(self._select(state, [params[m] for m in members], len(params)), is_fresh, adds))
+                select = np.zeros_like(plan.complete.select)
+                select[[rows[member] for member in members]] = 1
+                launches.append(Launch(select, is_fresh, adds))
         return launches
 
     def _variant(self, record: ParamRecord, *, fresh: bool, adds: bool) -> Variant:
@@ -318,14 +319,6 @@ class HostStepper:
             self._prepared.add(variant)
             self._worker.submit(Call(lambda: self._backend.prepare(variant)))
 
-    def _select(self, state: ChunkState, rows: Sequence[int], num_params: int) -> np.ndarray:
-        """Row flags; rows that are not in the tile do not matter, so one array serves all complete tiles."""
-        if len(rows) == num_params:
-            return self._select_all[state.chunk.index]
-        select = np.zeros(len(state.chunk.spans), np.uint8)
-        select[list(rows)] = 1
-        return select
-
     # Weights ----------------------------------------------------------------------------------------------------
 
     def _load(
@@ -333,8 +326,9 @@ class HostStepper:
     ) -> None:
         ready = self._now(records)
         arrivals = {record.index: Arrival(record.weight(), ready[0]) for record in records}
-        for state, tile in self._tiles_of(records):
-            job: Job = LoadTile(self._pipe, state, tile, arrivals, changed=changed, check_only=check_only)
+        for plan in self._plans_of(records):
+            plan.aim()
+            job: Job = LoadTile(self._pipe, plan, arrivals, changed=changed, check_only=check_only)
             self._worker.submit(job)
         self.finish()
 
@@ -348,20 +342,16 @@ class HostStepper:
                 "were changed after cast_compute_weights; cast again, or leave masters out to start from the weights"
             )
 
-    def _tiles_of(self, records: Sequence[ParamRecord]) -> list[tuple[ChunkState, TileState]]:
+    def _plans_of(self, records: Sequence[ParamRecord]) -> list[TilePlan]:
         wanted = {record.index for record in records}
-        return [
-            (state, tile)
-            for state in self._state.chunks.values()
-            for tile in state.tiles
-            if any(piece.param in wanted for piece in tile.tile.pieces)
-        ]
+        return [plan for plan in self._plans if any(piece.param in wanted for piece in plan.pieces)]
 
     def _now(self, records: Sequence[ParamRecord]) -> list[Ready]:
         return [self._transport.record_ready()] if records else []
 
     def _make_pipeline(self, config: OffloadConfig, element_bytes: int) -> Pipeline:
         """On the worker: start the backend (its threads inherit what the worker set), then touch and pin the rings."""
+        self._transport.attach_thread()
         self._backend.start()
         slot_bytes = config.tile_numel * element_bytes
         on_cuda = self._transport.device.type == "cuda"

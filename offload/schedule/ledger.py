@@ -149,7 +149,10 @@ class Ledger:
         self._context_used = False
 
     def _expected(self) -> int:
-        """Micro-batches of this step: as declared; where the context or a short step decided, what most saw."""
+        """Micro-batches of this step: as their ends showed, else as declared; where the context or a short step
+        decided, what most saw."""
+        if self._backwards:
+            return self._backwards
         counts = self._fires.values()
         if counts and (self._context_used or max(counts) < self.accumulation_steps):
             return Counter(counts).most_common(1)[0][0]

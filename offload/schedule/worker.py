@@ -4,15 +4,13 @@ A `Job` has two halves. `issue` starts its copies and returns False while no slo
 for the copies and computes. The worker issues jobs as far ahead as slots allow and finishes them in order, so
 copies of later jobs run under the kernel of an earlier one. Jobs finish in the order in which they were submitted.
 
-The queue is the only thing that threads share, and its bound holds backward up when the host is slow: whatever
-waits in it keeps gradients alive on the device. Errors are kept and raised at the next public call; after one, jobs
-are dropped so that nobody waits for a worker that cannot go on.
+The backlog is the only thing that threads share, and its bound holds backward up when the host is slow. Errors are
+kept and raised at the next public call; after one, jobs are dropped so that nobody waits for a worker that cannot go on.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, Protocol, TypeVar
 
 from offload.errors import ClosedError, DeadlineError, OffloadError, WorkerError
+from offload.schedule.backlog import Backlog
 
 __all__ = ["Call", "Job", "Worker"]
 
@@ -83,11 +82,11 @@ class Worker:
     """
 
     def __init__(self, name: str, *, depth: int, timeout_s: float) -> None:
-        self._queue: queue.Queue[Job | None] = queue.Queue(depth)
-        self._timeout_s = timeout_s
+        self._backlog: Backlog[Job] = Backlog(depth)
+        self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._outcome = _Outcome()
         self._closed = False
-        self._thread = threading.Thread(target=_run, args=(self._queue, self._outcome), name=name, daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._backlog, self._outcome), name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -116,9 +115,7 @@ class Worker:
         if self.failed or self._closed:
             job.drop(self._outcome.error or ClosedError("the optimizer is closed"))
             return
-        try:
-            self._queue.put(job, timeout=self._timeout_s)
-        except queue.Full:
+        if not self._backlog.put(job, self._timeout_s):
             error = self._late("took no job")
             self._outcome.fail(error)
             job.drop(error)
@@ -126,36 +123,36 @@ class Worker:
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` on the worker after everything queued so far and return its result.
 
+        From the worker's own thread (a finalizer that the garbage collector runs there) it is run at once.
+
         Raises:
             WorkerError: the worker failed, now or earlier.
             DeadlineError: no answer within ``timeout_s``.
         """
         self.raise_error()
+        if threading.current_thread() is self._thread:
+            return function()
         call = Call(function)
         self.submit(call)
         try:
-            return call.future.result(self._timeout_s)
+            error = call.future.exception(self._timeout_s)  # not result(): errors that are timeouts are told apart
         except FutureTimeout:
-            if call.future.done():
-                raise
             self._outcome.fail(self._late("did not finish"))
             self.raise_error()
             raise
-        except OffloadError:
-            raise
-        except Exception:
+        if error is None:
+            return call.future.result()
+        if not isinstance(error, OffloadError):
             self._outcome.wait_failed(CLOSE_TIMEOUT_S)
-            self.raise_error()
-            raise
+        self.raise_error()
+        raise error
 
     def close(self) -> None:
         """End the thread after what is queued; drops what it does not get to. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
-        try:
-            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
-        except queue.Full:
+        if not self._backlog.put(_END, CLOSE_TIMEOUT_S):
             logger.warning("the offload worker did not take its end; it is left behind as a daemon thread")
             return
         if threading.current_thread() is not self._thread:
@@ -184,14 +181,14 @@ class _Outcome:
         self._failed.wait(timeout_s)
 
 
-def _run(jobs: queue.Queue[Job | None], outcome: _Outcome) -> None:
+def _run(jobs: Backlog[Job], outcome: _Outcome) -> None:
     """The thread's loop. Holds no reference to the worker, so that a forgotten one can be collected."""
     issued: deque[Job] = deque()
     waiting: Job | None = None
     try:
         while True:
             if waiting is None:
-                waiting = _next(jobs, block=not issued)
+                waiting = jobs.take(block=not issued)
                 if waiting is _END:
                     break
             if waiting is not None and waiting.issue():
@@ -203,7 +200,7 @@ def _run(jobs: queue.Queue[Job | None], outcome: _Outcome) -> None:
                 raise RuntimeError(f"{waiting!r} found no free slot though nothing is in flight")
         while issued:
             issued.popleft().finish()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - kept, and raised at the next public call
         outcome.fail(error)
         _drop_all(jobs, issued, waiting, error)
 
@@ -217,20 +214,12 @@ class _End:
 _END: Any = _End()
 
 
-def _next(jobs: queue.Queue[Job | None], *, block: bool) -> Job | None:
-    """The next job; None when there is none yet and work in flight can go on."""
-    try:
-        job = jobs.get(block)
-    except queue.Empty:
-        return None
-    return _END if job is None else job
-
-
-def _drop_all(jobs: queue.Queue[Job | None], issued: deque[Job], waiting: Job | None, error: BaseException) -> None:
+def _drop_all(jobs: Backlog[Job], issued: deque[Job], waiting: Job | None, error: BaseException) -> None:
     """Release all jobs, and go on doing so until the end is asked for."""
     for job in (*issued, *([waiting] if waiting not in (None, _END) else [])):
         job.drop(error)
     issued.clear()
-    waiting = None
-    while (job := jobs.get()) is not None:
+    if waiting is _END:
+        return
+    while (job := jobs.take(block=True)) not in (None, _END):
         job.drop(error)

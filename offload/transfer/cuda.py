@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 
 from offload.errors import ClosedError, ConfigError, DeadlineError
-from offload.transfer.transport import Copy, Ready, Transfer, check_copies
+from offload.transfer.transport import Copy, Ready, Signal, Transfer, check_copies
 
 __all__ = ["CudaTransport"]
 
@@ -52,7 +52,18 @@ class CudaTransport:
         self._ready_events = _EventPool(blocking=False)
         # Blocking events sleep in the driver; others spin on a core that the update kernel needs.
         self._end_events = _EventPool(blocking=True)
+        self._attached_thread: int | None = None
         self._closed = False
+
+    def attach_thread(self) -> None:
+        """Make the calling thread the one that issues and waits, tile after tile.
+
+        Its device, stream and grad mode then belong to this transport, which saves the guards around each call (two
+        thirds of an issue's 26 µs); and it checks no copies, as the host transports do under the same schedule.
+        """
+        torch.cuda.set_device(self.device)
+        torch.set_grad_enabled(False)
+        self._attached_thread = threading.get_ident()
 
     def record_ready(self) -> Ready:
         """Mark the present end of the calling thread's current stream on the device."""
@@ -71,16 +82,23 @@ class CudaTransport:
     def _issue(self, stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
         if self._closed:
             raise ClosedError("the transport was closed: no copy can be issued any more")
-        num_bytes = check_copies(copies)
-        end = self._end_events.take()
+        if threading.get_ident() == self._attached_thread:
+            torch.cuda.set_stream(stream)
+            return self._enqueue(stream, copies, after)
+        check_copies(copies)
         # no_grad: a destination may be a leaf that requires a gradient, and grad mode belongs to the thread.
         with torch.no_grad(), torch.cuda.stream(stream):
-            for ready in after:
-                _own(ready).hold_back(stream)
-            for dst, src in copies:
-                dst.copy_(src, non_blocking=True)
-            end.record(stream)
-        return Transfer(copies, end, num_bytes)
+            return self._enqueue(stream, copies, after)
+
+    def _enqueue(self, stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
+        """Waits, copies and the end's event, on ``stream``, which is current."""
+        end = self._end_events.take()
+        for ready in after:
+            _own(ready).hold_back(stream)
+        for dst, src in copies:
+            dst.copy_(src, non_blocking=True)
+        end.record(stream)
+        return Transfer(copies, end, sum(src.nbytes for _, src in copies))
 
     def is_done(self, transfer: Transfer) -> bool:
         """Whether the copies have ended. Never blocks."""
@@ -93,10 +111,12 @@ class CudaTransport:
         signal = transfer.signal
         if signal is None:
             return
-        # The guard, because a thread's first CUDA call would else open a context on GPU 0, 0.5 GB per rank.
-        with torch.cuda.device(self.device):
-            if not signal.query():  # often it has ended by now: then no system call
-                signal.synchronize()
+        if threading.get_ident() == self._attached_thread:
+            _block_on(signal)
+        else:
+            # The guard, because a thread's first CUDA call would else open a context on GPU 0, 0.5 GB per rank.
+            with torch.cuda.device(self.device):
+                _block_on(signal)
         transfer.finish()
 
     def wait_on_stream(self, transfer: Transfer) -> None:
@@ -179,6 +199,11 @@ class _EventPool:
         except IndexError:
             event = torch.cuda.Event(blocking=self._blocking)
         return _PooledEvent(event, self._idle)
+
+
+def _block_on(signal: Signal) -> None:
+    if not signal.query():  # often it has ended by now: then no system call
+        signal.synchronize()
 
 
 def _own(signal: object) -> _PooledEvent:

@@ -51,6 +51,9 @@ class HostTransport:
         self.device = torch.device(device)
         self._closed = False
 
+    def attach_thread(self) -> None:
+        """Any thread is as good as another."""
+
     def record_ready(self) -> Ready:
         """Nothing to mark: the calling thread's work is done already."""
         return _PASSED

@@ -52,17 +52,14 @@ class Slot:
 
     def array(self, dtype: npt.DTypeLike, count: int | None = None) -> npt.NDArray[Any]:
         """The first ``count`` elements (all that fit, if None) as a NumPy view."""
-        count = self._count(np.dtype(dtype).itemsize, count)
-        return self.ring.slab.array(dtype, self._start_bytes, count)
+        whole = self.ring.array_of(self.index, dtype)
+        return whole[: self._count(whole.itemsize, count)]
 
     def tensor(self, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
         """The first ``count`` elements (all that fit, if None) as a tensor view."""
         count = self._count(dtype.itemsize, count)
-        return self.ring.slab.tensor(dtype, self._start_bytes, count)
-
-    @property
-    def _start_bytes(self) -> int:
-        return self.index * self.ring.stride_bytes
+        whole = self.ring.tensor_of(self.index, dtype)
+        return whole if count == whole.numel() else whole[:count]
 
     def _count(self, itemsize: int, count: int | None) -> int:
         if self.state is not SlotState.HELD:
@@ -99,6 +96,24 @@ class Ring:
         self.slot_bytes = slot_bytes
         self.stride_bytes = needed // num_slots
         self._free = deque(range(num_slots))
+        self._arrays: dict[tuple[int, np.dtype[Any]], npt.NDArray[Any]] = {}
+        self._tensors: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def array_of(self, index: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A slot's bytes as an array; made once, since the worker asks for it at every tile."""
+        key = index, np.dtype(dtype)
+        if key not in self._arrays:
+            count = self.slot_bytes // key[1].itemsize
+            self._arrays[key] = self.slab.array(dtype, index * self.stride_bytes, count)
+        return self._arrays[key]
+
+    def tensor_of(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same as a tensor."""
+        key = index, dtype
+        if key not in self._tensors:
+            count = self.slot_bytes // dtype.itemsize
+            self._tensors[key] = self.slab.tensor(dtype, index * self.stride_bytes, count)
+        return self._tensors[key]
 
     @staticmethod
     def required_bytes(num_slots: int, slot_bytes: int) -> int:

@@ -110,6 +110,10 @@ class Transport(Protocol):
         """The device side."""
         ...
 
+    def attach_thread(self) -> None:
+        """Tell that the calling thread will issue and wait from now on, and nobody else: calls may be cheaper then."""
+        ...
+
     def record_ready(self) -> Ready:
         """Mark the present end of the calling thread's current stream. Costs microseconds: made for hooks."""
         ...
