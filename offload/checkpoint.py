@@ -120,8 +120,8 @@ def _checked(record: ParamRecord, name: str, value: Any) -> torch.Tensor:
         raise CheckpointError(f"{record.name}: {name} has shape {tuple(local.shape)}, expected {tuple(expected)}; sharded "
                               "state is resharded by torch.distributed.checkpoint, not by load_state_dict")
     if not local.is_floating_point() or local.layout is not torch.strided or local.device.type == "meta":
-        raise CheckpointError(f"{record.name}: {name} is {local.dtype}, {local.layout}, on {local.device}; expected floating "
-                              "point, dense, with data")
+        raise CheckpointError(f"{record.name}: {name} is {local.dtype}, {local.layout}, on {local.device}; expected "
+                              "floating point, dense, with data")
     return local
 
 

@@ -41,7 +41,7 @@ class OffloadConfig:
         ConfigError: a field is out of its range; the message names it.
     """
 
-    tile_numel: int = 4 * 1024 * 1024
+    tile_numel: int = 8 * 1024 * 1024
     """Elements in one tile, the unit of one transfer and one kernel call; a multiple of 1024."""
 
     ring_slots: int = 8

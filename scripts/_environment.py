@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault(
     "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 )  # one workspace per stream: the same bits every run

@@ -58,6 +58,7 @@ VARIANTS = {
     "bf16 -> bf16, norm": Variant(sums=True),
     "bf16 -> bf16, accumulator": Variant(acc=True),
     "bf16 -> bf16, accumulator, norm": Variant(acc=True, sums=True),
+    "bf16 -> bf16, old state kept": Variant(new_state=True),
     "fp32 -> fp32": Variant(grad="fp32", weight="fp32"),
     "fp32, master is the weight": Variant(grad="fp32", weight=None),
 }
@@ -119,6 +120,7 @@ class Arrays:
         self.grad_bits, self.weight_bits = zeros(np.uint16), zeros(np.uint16)
         self.grad, self.acc = zeros(np.float32), zeros(np.float32)
         self.weight = zeros(np.float32)
+        self.new_state = (zeros(np.float32), zeros(np.float32), zeros(np.float32))
         self.sums, self.nonfinite = zeros(np.float64, numel // 1024), zeros(np.uint8, numel // 1024)
         self.blocks = make_blocks([(0, numel, 0)])
         self.fill()
@@ -149,6 +151,7 @@ class Arrays:
             sums=self.sums if variant.sums else None,
             nonfinite=self.nonfinite if variant.sums else None,
             blocks=self.blocks,
+            new_state=self.new_state if variant.new_state else None,
         )
 
 

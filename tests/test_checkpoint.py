@@ -105,7 +105,7 @@ def test_state_saved_before_the_first_step_is_empty() -> None:
 
 def test_frozen_parameters_are_passed_over() -> None:
     records = records_of()
-    frozen, *rest = records
+    _frozen, *rest = records
     incoming = read_state(saved(), list(records), {p: records[p] for p in rest}, MOMENTS)
     assert set(incoming.tensors) == set(incoming.steps) == {1, 2}
 

@@ -158,7 +158,7 @@ def test_a_wrong_gradient_is_refused_by_name(gradient: torch.Tensor, words: str)
 
 
 def test_flat_view_refuses_gaps() -> None:
-    with pytest.raises(ParameterError, match="layer.weight"):
+    with pytest.raises(ParameterError, match=r"layer\.weight"):
         flat_view(arange(4, 6)[:, ::2], "layer.weight")
 
 

@@ -82,25 +82,12 @@ def update_span(
         write(weight, i, p)
 
 
-# fmt: off  (one line per group of arguments reads better than one line per argument)
+# One line per group of arguments reads better here than one line per argument.
+# fmt: off
 @inner
 def update_block(
-    block,
-    grad,
-    acc,
-    master,
-    exp_avg,
-    exp_avg_sq,
-    new_master,
-    new_exp_avg,
-    new_exp_avg_sq,
-    weight,
-    sums,
-    nonfinite,
-    blocks,
-    rows,
-    select,
-    flush,
+    block, grad, acc, master, exp_avg, exp_avg_sq, new_master, new_exp_avg, new_exp_avg_sq, weight,
+    sums, nonfinite, blocks, rows, select, flush,
 ):
     """Work item ``block`` of `update_tile`: a norm block at a time, in the L1 cache."""
     start, stop, row = blocks[block, 0], blocks[block, 1], blocks[block, 2]
@@ -116,16 +103,9 @@ def update_block(
         load_gradient(grad, acc, first, last, gradient)
         write_sums(gradient, sums, nonfinite, first)
         update_span(
-            gradient[:numel],
-            master[first:last],
-            exp_avg[first:last],
-            exp_avg_sq[first:last],
-            part(master_stage, 0, numel),
-            part(exp_avg_stage, 0, numel),
-            part(exp_avg_sq_stage, 0, numel),
-            part(weight_stage, 0, numel),
-            rows,
-            row,
+            gradient[:numel], master[first:last], exp_avg[first:last], exp_avg_sq[first:last],
+            part(master_stage, 0, numel), part(exp_avg_stage, 0, numel), part(exp_avg_sq_stage, 0, numel),
+            part(weight_stage, 0, numel), rows, row,
         )
         drain(weight_stage, weight, first, last)
         drain(master_stage, new_master, first, last)
@@ -137,23 +117,8 @@ def update_block(
 
 @Kernel
 def update_tile(
-    first,
-    last,
-    grad,
-    acc,
-    master,
-    exp_avg,
-    exp_avg_sq,
-    new_master,
-    new_exp_avg,
-    new_exp_avg_sq,
-    weight,
-    sums,
-    nonfinite,
-    blocks,
-    rows,
-    select,
-    flush,
+    first, last, grad, acc, master, exp_avg, exp_avg_sq, new_master, new_exp_avg, new_exp_avg_sq, weight,
+    sums, nonfinite, blocks, rows, select, flush,
 ):
     """One AdamW step of the selected parameters of a tile; all arrays have the tile's length n.
 
@@ -165,22 +130,8 @@ def update_tile(
     """
     for block in prange(first, last):
         update_block(
-            block,
-            grad,
-            acc,
-            master,
-            exp_avg,
-            exp_avg_sq,
-            new_master,
-            new_exp_avg,
-            new_exp_avg_sq,
-            weight,
-            sums,
-            nonfinite,
-            blocks,
-            rows,
-            select,
-            flush,
+            block, grad, acc, master, exp_avg, exp_avg_sq, new_master, new_exp_avg, new_exp_avg_sq, weight,
+            sums, nonfinite, blocks, rows, select, flush,
         )
 
 

@@ -41,52 +41,52 @@ def restore_mode(mode: Any) -> None:
 
 @overload(set_flush)
 def _set_flush_overload(flush):
-    mask = np.uint32(_MASK)
-    keep = np.uint32(0xFFFFFFFF ^ _MASK)
-
-    def switch(flush):
-        previous = _read_control()
-        _write_control(np.uint32(np.uint32(previous & keep) | (mask if flush else np.uint32(0))))
-        return previous
-
-    return switch
+    mask, keep = np.uint32(_MASK), np.uint32(0xFFFFFFFF ^ _MASK)
+    return lambda flush: _exchange_control(keep, mask if flush else np.uint32(0))
 
 
 @overload(restore_mode)
 def _restore_mode_overload(mode):
-    return lambda mode: _write_control(mode)
+    def restore(mode):
+        _exchange_control(np.uint32(0), mode)
+
+    return restore
 
 
 @intrinsic
-def _read_control(typing_context: Any) -> Any:
+def _exchange_control(typing_context, keep, bits):
+    """``control = (control & keep) | bits``; returns the control register (uint32) as it was."""
+
     def codegen(context, builder, signature, arguments):
         if not _MASK:
             return ir.IntType(32)(0)
-        if not _IS_X86:
-            read = ir.InlineAsm(ir.FunctionType(ir.IntType(64), []), "mrs $0, fpcr", "=r", side_effect=True)
-            return builder.trunc(builder.call(read, []), ir.IntType(32))
-        slot = cgutils.alloca_once(builder, ir.IntType(32))
-        _call_mxcsr(builder, "llvm.x86.sse.stmxcsr", slot)
-        return builder.load(slot)
+        read, write = (_read_mxcsr, _write_mxcsr) if _IS_X86 else (_read_fpcr, _write_fpcr)
+        previous = read(builder)
+        write(builder, builder.or_(builder.and_(previous, arguments[0]), arguments[1]))
+        return previous
 
-    return types.uint32(), codegen
+    return types.uint32(types.uint32, types.uint32), codegen
 
 
-@intrinsic
-def _write_control(typing_context: Any, mode: Any) -> Any:
-    def codegen(context, builder, signature, arguments):
-        if not _MASK:
-            return context.get_dummy_value()
-        if not _IS_X86:
-            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
-            write = ir.InlineAsm(kind, "msr fpcr, $0", "r,~{memory}", side_effect=True)
-            builder.call(write, [builder.zext(arguments[0], ir.IntType(64))])
-            return context.get_dummy_value()
-        slot = cgutils.alloca_once_value(builder, arguments[0])
-        _call_mxcsr(builder, "llvm.x86.sse.ldmxcsr", slot)
-        return context.get_dummy_value()
+def _read_mxcsr(builder: Any) -> Any:
+    slot = cgutils.alloca_once(builder, ir.IntType(32))
+    _call_mxcsr(builder, "llvm.x86.sse.stmxcsr", slot)
+    return builder.load(slot)
 
-    return types.void(types.uint32), codegen
+
+def _write_mxcsr(builder: Any, value: Any) -> None:
+    _call_mxcsr(builder, "llvm.x86.sse.ldmxcsr", cgutils.alloca_once_value(builder, value))
+
+
+def _read_fpcr(builder: Any) -> Any:
+    read = ir.InlineAsm(ir.FunctionType(ir.IntType(64), []), "mrs $0, fpcr", "=r", side_effect=True)
+    return builder.trunc(builder.call(read, []), ir.IntType(32))
+
+
+def _write_fpcr(builder: Any, value: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+    write = ir.InlineAsm(kind, "msr fpcr, $0", "r,~{memory}", side_effect=True)
+    builder.call(write, [builder.zext(value, ir.IntType(64))])
 
 
 def _call_mxcsr(builder: Any, name: str, slot: Any) -> None:

@@ -59,7 +59,8 @@ def update_span(gradient, master, new_master, weight, rows, row):
         write(weight, i, p)
 
 
-# fmt: off  (one line per group of arguments reads better than one line per argument)
+# One line per group of arguments reads better here than one line per argument.
+# fmt: off
 @inner
 def update_block(block, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush):
     """Work item ``block`` of `update_tile`: a norm block at a time, in the L1 cache."""

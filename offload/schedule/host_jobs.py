@@ -1,4 +1,4 @@
-"""The jobs that the worker runs for chunks whose state lives on the host: one tile or one piece each.
+"""The jobs of chunks whose state lives on the host: one tile or one piece each. See `worker` for their three stages.
 
 A gradient takes one of three ways: straight into its tile's update (`StepTile` with arrivals), into the held
 gradients of its chunk (`HoldPiece`), or into the FP32 accumulator (`AccumulatePiece`). What was held or accumulated
@@ -92,7 +92,7 @@ class TilePlan:
 
 
 class Pipeline:
-    """What the jobs share. Used by the worker's thread alone."""
+    """What the jobs share. Slots of weights and all issuing belong to the copier's thread, the backend to the worker's."""
 
     def __init__(self, transport: Transport, backend: Backend, to_host: Ring, to_device: Ring, clock: StageClock) -> None:
         self.transport = transport
@@ -103,17 +103,13 @@ class Pipeline:
         self._returning: deque[tuple[Transfer, Slot]] = deque()
         self._abandoned: list[Transfer] = []
 
-    def wait(self, transfer: Transfer | None) -> None:
-        """Until a copy to the host has ended."""
-        if transfer is not None:
-            with self.clock.stage("wait_gradient"):
-                self.transport.wait(transfer)
-
-    def take_out_slot(self) -> Slot:
-        """A slot for new weights; waits for the oldest weights to have left where all are taken."""
-        while (slot := self._to_device.try_acquire()) is None:
+    def take_out_slot(self) -> Slot | None:
+        """A slot for new weights; waits for the oldest weights to have left where all are taken by such."""
+        slot = self._to_device.try_acquire()
+        if slot is None and self._returning:
             with self.clock.stage("wait_slot"):
                 self._reap()
+            slot = self._to_device.try_acquire()
         return slot
 
     def send(self, slot: Slot, copies: Sequence[Copy], after: Sequence[Ready]) -> None:
@@ -144,27 +140,55 @@ class Pipeline:
         self._to_device.release(slot)
 
 
-class _CopyIn:
-    """A job that brings pieces of device tensors into one slot of the ring."""
+class _SlotJob:
+    """A job with a slot of gradients coming in, a slot of weights going out, or both.
 
-    def __init__(self, pipe: Pipeline, dtype: str, numel: int, sources: Sequence[tuple[Arrival, Piece, int]]) -> None:
-        """`sources`: arrival, the piece of it to be copied, and the element of the slot where it goes."""
-        self._pipe = pipe
-        self._dtype = dtype
-        self._numel = numel
-        self._sources = sources
-        self._slot: Slot | None = None
+    Args:
+        dtype, numel: of the incoming slot's contents.
+        sources: arrival, the piece of it to be copied, and the element of the slot where it goes.
+        sends: whether there will be weights.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        dtype: str,
+        numel: int,
+        sources: Sequence[tuple[Arrival, Piece, int]] = (),
+        *,
+        sends: bool = False,
+    ) -> None:
+        self._pipe, self._dtype, self._numel = pipe, dtype, numel
+        self._sources, self._sends = sources, sends
+        self._in: Slot | None = None
+        self._out: Slot | None = None
         self._transfer: Transfer | None = None
 
     def issue(self) -> bool:
-        """Start the copies; the gradient stays alive until they have ended."""
-        if not self._sources:
-            return True
-        self._slot = self._pipe.to_host.try_acquire()
-        if self._slot is None:
-            return False
+        """Take slots and start the copies; gradients stay alive until these have ended."""
+        if self._sends and self._out is None:
+            self._out = self._pipe.take_out_slot()
+            if self._out is None:
+                return False
+        if self._sources:
+            self._in = self._pipe.to_host.try_acquire()
+            if self._in is None:
+                return False
+            self._copy_in(self._in)
+        return True
+
+    def deliver(self) -> None:
+        """Nothing to send, unless a subclass says so."""
+
+    def drop(self, error: BaseException) -> None:
+        """Let go of all but what is crossing."""
+        self._sources = ()
+        self._pipe.abandon(self._transfer)
+        self._transfer = None
+
+    def _copy_in(self, into: Slot) -> None:
         with self._pipe.clock.stage("issue"):
-            slot = self._slot.tensor(torch_dtype(self._dtype), self._numel)
+            slot = into.tensor(torch_dtype(self._dtype), self._numel)
             copies = [
                 Copy(slot[start : start + piece.numel], _part(arrival.flat, piece))
                 for arrival, piece, start in self._sources
@@ -172,27 +196,41 @@ class _CopyIn:
             self._transfer = self._pipe.transport.issue_to_host(copies, [arrival.ready for arrival, *_ in self._sources])
         self._pipe.clock.count("bytes_to_host", self._transfer.num_bytes)
         self._sources = ()
-        return True
-
-    def drop(self, error: BaseException) -> None:
-        """Let go of gradients that are not crossing."""
-        self._sources = ()
-        self._pipe.abandon(self._transfer)
-        self._transfer = None
 
     def _wait(self) -> Array:
         """Until the copies have ended; the slot's contents as kernels see them."""
-        assert self._slot is not None
-        self._pipe.wait(self._transfer)
+        assert self._in is not None and self._transfer is not None
+        with self._pipe.clock.stage("wait_gradient"):
+            self._pipe.transport.wait(self._transfer)
         self._transfer = None
-        return self._slot.array(numpy_dtype(self._dtype), self._numel)
+        return self._in.array(numpy_dtype(self._dtype), self._numel)
 
     def _release(self) -> None:
-        if self._slot is not None:
-            self._pipe.to_host.release(self._slot)
+        """The incoming slot has been read."""
+        if self._in is not None:
+            self._pipe.to_host.release(self._in)
+
+    def _weights(self, plan: TilePlan) -> Array:
+        """The outgoing slot as kernels see it."""
+        assert self._out is not None
+        return self._out.array(numpy_dtype(plan.kind.weight), plan.numel)
+
+    def _send(self, plan: TilePlan, wanted: Sequence[bool], after: Sequence[Ready]) -> None:
+        """Start the way of the wanted pieces to the compute weights, and let autograd know of the write."""
+        assert self._out is not None
+        slot = self._out.tensor(torch_dtype(plan.kind.weight), plan.numel)
+        copies = [
+            Copy(weight, slot[piece.tile_start : piece.tile_start + piece.numel])
+            for weight, piece, want in zip(plan.weights, plan.pieces, wanted, strict=True)
+            if want
+        ]
+        self._pipe.send(self._out, copies, after)
+        for owner, want in zip(plan.owners, wanted, strict=True):
+            if want:
+                torch.autograd.graph.increment_version(owner)
 
 
-class StepTile(_CopyIn):
+class StepTile(_SlotJob):
     """Update one tile and send its new weights.
 
     Args:
@@ -217,24 +255,26 @@ class StepTile(_CopyIn):
         with_sums: bool = True,
     ) -> None:
         sources = () if arrivals is None else [(a, p, p.tile_start) for a, p in zip(arrivals, plan.pieces, strict=True)]
-        super().__init__(pipe, plan.kind.grad, plan.numel, sources)
+        super().__init__(pipe, plan.kind.grad, plan.numel, sources, sends=True)
         self._plan, self._gradients = plan, gradients
         self._from_device = arrivals is not None
         self._launches, self._rows, self._with_sums, self._after = launches, rows, with_sums, after
 
-    def finish(self) -> None:
-        """Wait for the gradients, run the kernels, start the way back."""
-        plan, pipe = self._plan, self._pipe
+    def compute(self) -> None:
+        """Wait for the gradients and run the kernels."""
         fresh = self._wait() if self._from_device else None
-        out = pipe.take_out_slot()
-        weight = out.array(numpy_dtype(plan.kind.weight), plan.numel)
-        with pipe.clock.stage("kernel"):
+        weight = self._weights(self._plan)
+        with self._pipe.clock.stage("kernel"):
             for launch in self._launches:
-                arrays = _tile_arrays(plan, self._gradients, launch, fresh, weight, self._with_sums)
-                pipe.backend.update(arrays, self._rows, launch.select)
+                arrays = _tile_arrays(self._plan, self._gradients, launch, fresh, weight, self._with_sums)
+                self._pipe.backend.update(arrays, self._rows, launch.select)
         self._release()
-        updated = [any(launch.select[piece.row] for launch in self._launches) for piece in plan.pieces]
-        _send_weights(pipe, plan, out, updated, self._after)
+
+    def deliver(self) -> None:
+        """Start the way back."""
+        pieces = self._plan.pieces
+        updated = [any(launch.select[piece.row] for launch in self._launches) for piece in pieces]
+        self._send(self._plan, updated, self._after)
 
 
 class MeasureTile:
@@ -247,7 +287,7 @@ class MeasureTile:
         """Nothing to copy."""
         return True
 
-    def finish(self) -> None:
+    def compute(self) -> None:
         """Run the norm kernel."""
         state = self._plan.state
         with self._pipe.clock.stage("norm"):
@@ -257,11 +297,14 @@ class MeasureTile:
                     arrays.grad, arrays.acc, state.sums, state.nonfinite, state.blocks, launch.select
                 )
 
+    def deliver(self) -> None:
+        """Nothing to send."""
+
     def drop(self, error: BaseException) -> None:
         """Nothing is held."""
 
 
-class _PieceJob(_CopyIn):
+class _PieceJob(_SlotJob):
     """A job for the part of one parameter's gradient that lies in one tile."""
 
     def __init__(
@@ -284,7 +327,7 @@ class AccumulatePiece(_PieceJob):
         super().__init__(*args)
         self._first = first
 
-    def finish(self) -> None:
+    def compute(self) -> None:
         """Wait for the gradient and add it."""
         self._accumulate(self._wait(), first=self._first)
         self._release()
@@ -297,7 +340,7 @@ class HoldPiece(_PieceJob):
         super().__init__(*args)
         self._fold = fold
 
-    def finish(self) -> None:
+    def compute(self) -> None:
         """Wait for the gradient and keep it."""
         held = self._gradients.held(self._chunk)[self._range]
         fresh = self._wait()
@@ -307,7 +350,7 @@ class HoldPiece(_PieceJob):
         self._release()
 
 
-class LoadTile(_CopyIn):
+class LoadTile(_SlotJob):
     """Masters of one tile taken from the compute weights.
 
     Where `changed` is given, masters that round to the weight are left as they are, and the parameters whose
@@ -328,7 +371,7 @@ class LoadTile(_CopyIn):
         super().__init__(pipe, plan.kind.weight, plan.numel, sources)
         self._tile, self._changed, self._check_only = plan.state, changed, check_only
 
-    def finish(self) -> None:
+    def compute(self) -> None:
         """Wait for the weights and take them."""
         if not self._pieces:
             return
@@ -349,40 +392,21 @@ class LoadTile(_CopyIn):
         return self._check_only
 
 
-class StoreTile:
+class StoreTile(_SlotJob):
     """Compute weights of one tile written anew from the masters, for the pieces of `params`."""
 
     def __init__(self, pipe: Pipeline, plan: TilePlan, params: Collection[int], after: Sequence[Ready]) -> None:
-        self._pipe, self._plan, self._after = pipe, plan, after
+        super().__init__(pipe, plan.kind.weight, plan.numel, sends=True)
+        self._plan, self._after = plan, after
         self._wanted = [piece.param in params for piece in plan.pieces]
 
-    def issue(self) -> bool:
-        """Nothing to copy in."""
-        return True
+    def compute(self) -> None:
+        """Round."""
+        self._pipe.backend.round_weights(self._plan.state.master, self._weights(self._plan))
 
-    def finish(self) -> None:
-        """Round and send."""
-        plan = self._plan
-        out = self._pipe.take_out_slot()
-        self._pipe.backend.round_weights(plan.state.master, out.array(numpy_dtype(plan.kind.weight), plan.numel))
-        _send_weights(self._pipe, plan, out, self._wanted, self._after)
-
-    def drop(self, error: BaseException) -> None:
-        """Nothing is held."""
-
-
-def _send_weights(pipe: Pipeline, plan: TilePlan, out: Slot, wanted: Sequence[bool], after: Sequence[Ready]) -> None:
-    """Start the way of the wanted pieces from a slot to the compute weights, and let autograd know of the write."""
-    slot = out.tensor(torch_dtype(plan.kind.weight), plan.numel)
-    copies = [
-        Copy(weight, slot[piece.tile_start : piece.tile_start + piece.numel])
-        for weight, piece, want in zip(plan.weights, plan.pieces, wanted, strict=True)
-        if want
-    ]
-    pipe.send(out, copies, after)
-    for owner, want in zip(plan.owners, wanted, strict=True):
-        if want:
-            torch.autograd.graph.increment_version(owner)
+    def deliver(self) -> None:
+        """Start the way to the device."""
+        self._send(self._plan, self._wanted, self._after)
 
 
 def _part(flat: torch.Tensor, piece: Piece) -> torch.Tensor:

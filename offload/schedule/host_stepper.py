@@ -80,6 +80,7 @@ class HostStepper:
         self._rings: list[Slab] = []
         self._reset_books()
         try:
+            worker.call(transport.attach_thread, on_copier=True)
             self._pipe = worker.call(lambda: self._make_pipeline(config, element_bytes))
         except BaseException:
             self._release_memory()
@@ -202,7 +203,7 @@ class HostStepper:
 
     def finish(self) -> None:
         """See `Stepper.finish`."""
-        self._worker.call(self._pipe.finish_returns)
+        self._worker.call(self._pipe.finish_returns, on_copier=True)
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
@@ -350,7 +351,7 @@ class HostStepper:
         return [self._transport.record_ready()] if records else []
 
     def _make_pipeline(self, config: OffloadConfig, element_bytes: int) -> Pipeline:
-        """On the worker: start the backend (its threads inherit what the worker set), then touch and pin the rings."""
+        """On the worker's thread: start the backend (its threads inherit what the worker set), then touch and pin the rings."""
         self._transport.attach_thread()
         self._backend.start()
         slot_bytes = config.tile_numel * element_bytes

@@ -1,22 +1,28 @@
-"""The worker: one thread that issues copies ahead, waits for the oldest, and runs its kernel.
+"""The worker: two threads that bring jobs through their three stages.
 
-A `Job` has two halves. `issue` starts its copies and returns False while no slot is free for them; `finish` waits
-for the copies and computes. The worker issues jobs as far ahead as slots allow and finishes them in order, so
-copies of later jobs run under the kernel of an earlier one. Jobs finish in the order in which they were submitted.
+    issue      copier   take slots, start the copy to the host; False while no slot is free
+    compute    worker   wait for that copy, run the kernels
+    deliver    copier   start the copy back
 
-The backlog is the only thing that threads share, and its bound holds backward up when the host is slow. Errors are
-kept and raised at the next public call; after one, jobs are dropped so that nobody waits for a worker that cannot go on.
+The worker's thread owns the kernels' team and does nothing between two kernels but to wait for a copy that has mostly
+ended by then. The copier issues as far ahead as slots allow, while kernels run. One thread for all would lose the
+interpreter time of its own copies between two kernels, and on top of it whatever backward keeps the GIL for: 20 % of
+the update rate with tiles of 4 Mi elements on a 16-core host (scripts/bench_pipeline.py).
+
+Jobs are computed, and delivered, in the order in which they were submitted. Two queues are all that the threads share;
+the bound of the first one holds backward up when the host is slow. An error is kept and raised at the next public
+call; after one, jobs are dropped, so that nobody waits for a worker that cannot go on.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from offload.errors import ClosedError, DeadlineError, OffloadError, WorkerError
 from offload.schedule.backlog import Backlog
@@ -31,31 +37,55 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class Job(Protocol):
-    """Work in two halves, see the module's docstring. `drop` replaces both where the worker cannot go on."""
+    """Work in three stages, see the module's docstring. Any stage may raise; `drop` is called then, or instead."""
 
     def issue(self) -> bool:
-        """Start the copies; False: no slot is free, try again after the oldest job has finished."""
+        """Copier: start the copies; False: no slot is free, try again when an earlier job is done."""
 
-    def finish(self) -> None:
-        """Wait for the copies and compute."""
+    def compute(self) -> None:
+        """Worker: wait for the copies and compute."""
+
+    def deliver(self) -> None:
+        """Copier: start the copies of the results."""
 
     def drop(self, error: BaseException) -> None:
-        """Release what the job holds."""
+        """Release what the job holds: it will not go on."""
 
 
 class Call(Generic[T]):
-    """A function to be run by the worker after all earlier jobs; its result is a `Future`."""
+    """A function to be run after all earlier jobs, with its result as a `Future`.
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    Args:
+        function: what to run.
+        on_copier: run it on the copier, when earlier jobs have been delivered, instead of on the worker.
+    """
+
+    def __init__(self, function: Callable[[], T], *, on_copier: bool = False) -> None:
         self._function = function
+        self._on_copier = on_copier
         self.future: Future[T] = Future()
 
     def issue(self) -> bool:
         """Nothing to copy."""
         return True
 
-    def finish(self) -> None:
-        """Run the function. An error of ours is the caller's; any other one stops the worker as well."""
+    def compute(self) -> None:
+        """Run it here, if it is for the worker."""
+        if not self._on_copier:
+            self._run()
+
+    def deliver(self) -> None:
+        """Run it here, if it is for the copier."""
+        if self._on_copier:
+            self._run()
+
+    def drop(self, error: BaseException) -> None:
+        """Tell the caller why its function did not run."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def _run(self) -> None:
+        """An error of ours is the caller's; any other one stops the worker as well."""
         try:
             result = self._function()
         except OffloadError as error:
@@ -66,28 +96,31 @@ class Call(Generic[T]):
         else:
             self.future.set_result(result)
 
-    def drop(self, error: BaseException) -> None:
-        """Tell the caller why its function did not run."""
-        if not self.future.done():
-            self.future.set_exception(error)
-
 
 class Worker:
-    """Runs jobs on one daemon thread.
+    """Runs jobs on two daemon threads.
 
     Args:
-        name: of the thread.
+        name: prefix of the threads' names.
         depth: jobs that may wait; `submit` blocks beyond it.
-        timeout_s: deadline of every wait of other threads for this one, in seconds.
+        timeout_s: deadline of every wait of other threads for these, in seconds.
     """
 
     def __init__(self, name: str, *, depth: int, timeout_s: float) -> None:
-        self._backlog: Backlog[Job] = Backlog(depth)
+        self._inbox: Backlog[Any] = Backlog(depth)
         self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._outcome = _Outcome()
         self._closed = False
-        self._thread = threading.Thread(target=_run, args=(self._backlog, self._outcome), name=name, daemon=True)
-        self._thread.start()
+        computing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        targets = {"worker": _compute_all, "copier": _copy_all}
+        self._threads = [
+            threading.Thread(
+                target=target, args=(self._inbox, computing, self._outcome), name=f"{name}-{role}", daemon=True
+            )
+            for role, target in targets.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def failed(self) -> bool:
@@ -114,25 +147,24 @@ class Worker:
         """Queue `job`; blocks while the queue is full. Never raises the worker's errors: hooks call this."""
         if self.failed or self._closed:
             job.drop(self._outcome.error or ClosedError("the optimizer is closed"))
-            return
-        if not self._backlog.put(job, self._timeout_s):
+        elif not self._inbox.put(job, self._timeout_s):
             error = self._late("took no job")
             self._outcome.fail(error)
             job.drop(error)
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Run `function` on the worker after everything queued so far and return its result.
+    def call(self, function: Callable[[], T], *, on_copier: bool = False) -> T:
+        """Run `function` after everything queued so far and return its result; see `Call`.
 
-        From the worker's own thread (a finalizer that the garbage collector runs there) it is run at once.
+        From one of the worker's own threads (a finalizer that the garbage collector runs there) it is run at once.
 
         Raises:
             WorkerError: the worker failed, now or earlier.
             DeadlineError: no answer within ``timeout_s``.
         """
         self.raise_error()
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() in self._threads:
             return function()
-        call = Call(function)
+        call = Call(function, on_copier=on_copier)
         self.submit(call)
         try:
             error = call.future.exception(self._timeout_s)  # not result(): errors that are timeouts are told apart
@@ -148,15 +180,16 @@ class Worker:
         raise error
 
     def close(self) -> None:
-        """End the thread after what is queued; drops what it does not get to. Safe to call twice."""
+        """End the threads after what is queued. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
-        if not self._backlog.put(_END, CLOSE_TIMEOUT_S):
-            logger.warning("the offload worker did not take its end; it is left behind as a daemon thread")
+        if not self._inbox.put(_END, CLOSE_TIMEOUT_S):
+            logger.warning("the offload worker did not take its end; its threads are left behind as daemons")
             return
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_TIMEOUT_S)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(CLOSE_TIMEOUT_S)
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(f"the offload worker {what} within {self._timeout_s} s (config.timeout_s); it may hang in "
@@ -180,46 +213,54 @@ class _Outcome:
         """Until the thread has stored the error that a caller has seen already."""
         self._failed.wait(timeout_s)
 
+    def run(self, job: Job, stage: Callable[[], T], default: T) -> T:
+        """Run one stage of `job`, or drop it where the worker has failed or fails now."""
+        if self.error is None:
+            try:
+                return stage()
+            except BaseException as error:  # noqa: BLE001 - kept, and raised at the next public call
+                self.fail(error)
+        job.drop(self.error or RuntimeError("dropped"))
+        return default
 
-def _run(jobs: Backlog[Job], outcome: _Outcome) -> None:
-    """The thread's loop. Holds no reference to the worker, so that a forgotten one can be collected."""
-    issued: deque[Job] = deque()
+
+class _Computed(NamedTuple):
+    """The worker's report to the copier."""
+
+    job: Job
+
+
+_END: Any = object()
+"""Closes a queue."""
+
+
+def _copy_all(inbox: Backlog[Any], computing: queue.SimpleQueue[Any], outcome: _Outcome) -> None:
+    """The copier's loop. Holds no reference to the `Worker`, so that a forgotten one can be collected."""
     waiting: Job | None = None
-    try:
-        while True:
-            if waiting is None:
-                waiting = jobs.take(block=not issued)
-                if waiting is _END:
-                    break
-            if waiting is not None and waiting.issue():
-                issued.append(waiting)
-                waiting = None
-            elif issued:
-                issued.popleft().finish()
-            elif waiting is not None:
-                raise RuntimeError(f"{waiting!r} found no free slot though nothing is in flight")
-        while issued:
-            issued.popleft().finish()
-    except BaseException as error:  # noqa: BLE001 - kept, and raised at the next public call
-        outcome.fail(error)
-        _drop_all(jobs, issued, waiting, error)
+    num_computing = 0
+    ended = False
+    while not ended or num_computing:
+        item = inbox.take(reports_only=ended or waiting is not None)
+        if isinstance(item, _Computed):
+            num_computing -= 1
+            outcome.run(item.job, item.job.deliver, None)
+        elif item is _END:
+            ended = True
+        else:
+            waiting = item
+        if waiting is not None and outcome.run(waiting, waiting.issue, True):
+            computing.put(waiting)
+            num_computing += 1
+            waiting = None
+        elif waiting is not None and not num_computing:
+            outcome.fail(RuntimeError(f"{waiting!r} found no free slot though nothing is in flight"))
+            waiting.drop(outcome.error or RuntimeError())
+            waiting = None
+    computing.put(_END)
 
 
-class _End:
-    """Marks the end of the queue."""
-
-    issue = finish = drop = None
-
-
-_END: Any = _End()
-
-
-def _drop_all(jobs: Backlog[Job], issued: deque[Job], waiting: Job | None, error: BaseException) -> None:
-    """Release all jobs, and go on doing so until the end is asked for."""
-    for job in (*issued, *([waiting] if waiting not in (None, _END) else [])):
-        job.drop(error)
-    issued.clear()
-    if waiting is _END:
-        return
-    while (job := jobs.take(block=True)) not in (None, _END):
-        job.drop(error)
+def _compute_all(inbox: Backlog[Any], computing: queue.SimpleQueue[Any], outcome: _Outcome) -> None:
+    """The worker's loop."""
+    while (job := computing.get()) is not _END:
+        outcome.run(job, job.compute, None)
+        inbox.report(_Computed(job))

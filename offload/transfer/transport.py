@@ -111,7 +111,7 @@ class Transport(Protocol):
         ...
 
     def attach_thread(self) -> None:
-        """Tell that the calling thread will issue and wait from now on, and nobody else: calls may be cheaper then."""
+        """Tell that the calling thread does nothing on the device but through this transport: calls are cheaper then."""
         ...
 
     def record_ready(self) -> Ready:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,11 @@ import numpy as np
 from offload.kernels.backend import TileArrays, Variant
 from offload.kernels.blocks import make_blocks
 from offload.kernels.numba_backend import NumbaBackend
-from offload.kernels.rule import AdamWRule, SignSGDRule
+from offload.kernels.rule import RULES, AdamWRule
 from tests import oracles
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+PROBE_VARIANTS = {"adamw": Variant(acc=True, sums=True), "sign_sgd": Variant(weight="fp32", sums=True)}
 #: Values that catch shortcuts: signed zeros, the least and greatest denormal, overflow, inf, NaN, BF16 ties.
 SPECIAL = np.array(
     [
@@ -132,17 +133,13 @@ def digest(arrays: list[np.ndarray]) -> str:
     return hasher.hexdigest()
 
 
-def probe(flush: bool = True, cache_dir: str | None = None, **options: Any) -> tuple[str, str]:
+def probe(cache_dir: str | None = None, rules: Sequence[str] = ("adamw", "sign_sgd")) -> tuple[str, str]:
     """Run every kernel a little; returns (name of the team, digest of all results)."""
     sizes, results, team = [1030, 5, 2048, 777], [], ""
     select = np.array([1, 1, 0, 1], np.uint8)
-    for rule, variant in (
-        (AdamWRule, Variant(acc=True, sums=True)),
-        (SignSGDRule, Variant(weight="fp32", sums=True)),
-    ):
-        backend = NumbaBackend(
-            rule, num_threads=2, flush_denormals=flush, variants=[variant], cache_dir=cache_dir, **options
-        )
+    for name in rules:
+        rule, variant = RULES[name], PROBE_VARIANTS[name]
+        backend = NumbaBackend(rule, num_threads=2, variants=[variant], cache_dir=cache_dir)
         backend.start()
         team = backend.team.name
         rng = np.random.default_rng(7)
@@ -181,4 +178,5 @@ def in_thread(function: Callable[..., Any], **options: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(" ".join(in_thread(probe, cache_dir=sys.argv[1] if len(sys.argv) > 1 else None)))
+    cached: dict[str, Any] = {"cache_dir": sys.argv[1], "rules": ["sign_sgd"]} if len(sys.argv) > 1 else {}
+    sys.stdout.write(" ".join(in_thread(probe, **cached)))

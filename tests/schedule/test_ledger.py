@@ -291,6 +291,25 @@ def test_without_early_nothing_is_stepped(
         assert all(intake is not Intake.STEP for *_, intake in outcome.intakes)
 
 
+def test_the_context_wins_over_the_count() -> None:
+    ledger = make(4, TOGETHER, past=("regular", "regular"))
+    outcome = play(ledger, [(True, 1, 0), (False, 1, 1)])
+    assert outcome.of(A) == [Intake.ACCUMULATE, Intake.STEP]
+    assert outcome.of(B) == [Intake.STEP]
+
+
+def test_the_context_is_forgotten_with_its_step() -> None:
+    ledger = make(2, TOGETHER)
+    play(ledger, [(True, 1, 1), (False, 1, 1)])
+    ledger.end_step()
+    assert play(ledger, [(False, 1, 1)]).of(A) == [Intake.ACCUMULATE]
+
+
+def test_a_backward_inside_the_context_is_never_extra_while_gradients_are_held() -> None:
+    outcome = play(make(1, TOGETHER), [(False, 1, 1), (True, 1, 1)])
+    assert outcome.of(A) == outcome.of(B) == [Intake.HOLD, Intake.ACCUMULATE]
+
+
 def test_context_is_reported() -> None:
     ledger = Ledger(1, early=True)
     ledger.enter_accumulate(True)

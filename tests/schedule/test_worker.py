@@ -1,11 +1,13 @@
-"""The worker thread, made deterministic by gates: no test sleeps, none waits without a deadline."""
+"""The worker's threads, made deterministic by gates: no test sleeps, none waits without a deadline."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -44,7 +46,7 @@ class Raiser:
 
 
 class FakeJob:
-    """Writes what happens to it into `log`; takes one of `slots` from issue to finish."""
+    """Writes what happens to it into `log`; takes one of `slots` from issue to deliver."""
 
     def __init__(
         self,
@@ -53,11 +55,12 @@ class FakeJob:
         *,
         slots: list[int] | None = None,
         on_issue: Callable[[], None] | None = None,
-        on_finish: Callable[[], None] | None = None,
+        on_compute: Callable[[], None] | None = None,
+        on_deliver: Callable[[], None] | None = None,
     ) -> None:
         self.name, self.log, self.slots = name, log, slots
-        self.on_issue, self.on_finish = on_issue, on_finish
-        self.dropped = threading.Event()
+        self.on_issue, self.on_compute, self.on_deliver = on_issue, on_compute, on_deliver
+        self.issued, self.dropped = threading.Event(), threading.Event()
         self.drop_error: BaseException | None = None
 
     def issue(self) -> bool:
@@ -68,18 +71,31 @@ class FakeJob:
                 return False
             self.slots[0] -= 1
         self.log.append(f"issue {self.name}")
+        self.issued.set()
         return True
 
-    def finish(self) -> None:
-        if self.on_finish:
-            self.on_finish()
+    def compute(self) -> None:
+        if self.on_compute:
+            self.on_compute()
+        self.log.append(f"compute {self.name}")
+
+    def deliver(self) -> None:
+        if self.on_deliver:
+            self.on_deliver()
         if self.slots is not None:
             self.slots[0] += 1
-        self.log.append(f"finish {self.name}")
+        self.log.append(f"deliver {self.name}")
 
     def drop(self, error: BaseException) -> None:
         self.drop_error = error
         self.dropped.set()
+
+
+NAME = "worker-under-test"
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(NAME)]
 
 
 @pytest.fixture
@@ -87,13 +103,13 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
     def make(*, depth: int = 100, timeout_s: float = DEADLINE_S) -> Worker:
-        workers.append(Worker("test-worker", depth=depth, timeout_s=timeout_s))
+        workers.append(Worker(NAME, depth=depth, timeout_s=timeout_s))
         return workers[-1]
 
     yield make
     for worker in workers:
         worker.close()
-        assert not worker._thread.is_alive()
+    assert threads() == []
 
 
 @pytest.fixture
@@ -101,56 +117,112 @@ def log() -> list[str]:
     return []
 
 
+def stages(log: list[str], stage: str) -> list[str]:
+    """Names of the jobs that went through `stage`, in order."""
+    return [line.split()[1] for line in log if line.startswith(stage)]
+
+
 def submit_gate(worker: Worker, log: list[str]) -> Gate:
-    """Stop the worker inside a job, so that what is submitted next is all in the queue at once."""
+    """Stop the worker before it takes another job, so that what is submitted next is all in its queue at once."""
     gate = Gate()
-    worker.submit(FakeJob("gate", log, on_finish=gate))
+    worker.submit(FakeJob("gate", log, on_issue=gate))
     assert gate.reached.wait(DEADLINE_S)
     return gate
 
 
 def wait_failed(worker: Worker) -> None:
-    worker._outcome.wait_failed(DEADLINE_S)
+    behind = FakeJob("behind", [])
+    worker.submit(behind)
+    assert behind.dropped.wait(DEADLINE_S)
     assert worker.failed
+
+
+def in_thread(pool: ThreadPoolExecutor, worker: Worker, function: Callable[[], Any]) -> Future[Any]:
+    """Start ``worker.call(function)`` in another thread; returns when it has been queued."""
+    submitted, submit = threading.Event(), worker.submit
+
+    def submit_and_tell(job: Any) -> None:
+        submit(job)
+        submitted.set()
+
+    worker.submit = submit_and_tell  # type: ignore[method-assign]
+    future = pool.submit(worker.call, function)
+    assert submitted.wait(DEADLINE_S)
+    return future
 
 
 # Order and lookahead
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 10])
-def test_jobs_finish_in_order_and_are_issued_as_far_ahead_as_slots_allow(
+def test_jobs_go_in_order_and_are_issued_as_far_ahead_as_slots_allow(
     make_worker: Callable[..., Worker], log: list[str], slots: int
 ) -> None:
-    worker, free, ahead = make_worker(), [slots], min(slots, 5)
-    gate = submit_gate(worker, log)
-    for name in range(5):
-        worker.submit(FakeJob(str(name), log, slots=free))
+    worker, gate, free = make_worker(), Gate(), [slots]
+    jobs = [FakeJob(str(n), log, slots=free, on_compute=None if n else gate) for n in range(6)]
+    for job in jobs:
+        worker.submit(job)
+    assert gate.reached.wait(DEADLINE_S)
+    ahead = min(slots, len(jobs))
+    assert jobs[ahead - 1].issued.wait(DEADLINE_S)
+    assert log == [f"issue {n}" for n in range(ahead)]
     gate.open()
-    worker.call(lambda: None)
-    expected = ["issue gate", "finish gate", *(f"issue {name}" for name in range(ahead))]
-    for name in range(5):
-        expected += [f"finish {name}", *([f"issue {name + ahead}"] if name + ahead < 5 else [])]
-    assert log == expected
+    worker.call(lambda: None, on_copier=True)
+    for stage in ("issue", "compute", "deliver"):
+        assert stages(log, stage) == [job.name for job in jobs]
 
 
-def test_call_runs_on_the_thread_after_all_earlier_jobs(
-    make_worker: Callable[..., Worker], log: list[str]
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_stages_of_one_job_follow_each_other(
+    make_worker: Callable[..., Worker], log: list[str], slots: int
+) -> None:
+    worker, free = make_worker(), [slots]
+    for n in range(20):
+        worker.submit(FakeJob(str(n), log, slots=free))
+    worker.call(lambda: None, on_copier=True)
+    for n in range(20):
+        where = [log.index(f"{stage} {n}") for stage in ("issue", "compute", "deliver")]
+        assert where == sorted(where)
+    assert free == [slots]
+
+
+@pytest.mark.parametrize(("on_copier", "done"), [(False, "compute"), (True, "deliver")])
+def test_call_runs_after_all_earlier_jobs(
+    make_worker: Callable[..., Worker], log: list[str], on_copier: bool, done: str
 ) -> None:
     worker = make_worker()
     for name in "ab":
         worker.submit(FakeJob(name, log))
-    seen, thread = worker.call(lambda: (list(log), threading.current_thread().name))
-    assert [line for line in seen if line.startswith("finish")] == ["finish a", "finish b"]
-    assert thread == "test-worker"
+    seen, thread = worker.call(lambda: (list(log), threading.current_thread()), on_copier=on_copier)
+    assert stages(seen, done) == ["a", "b"]
+    assert thread.name.startswith(NAME)
+
+
+def test_kernels_and_copies_have_a_thread_each(make_worker: Callable[..., Worker]) -> None:
+    worker = make_worker()
+    names = [
+        worker.call(threading.current_thread, on_copier=on_copier).name for on_copier in (False, True, False)
+    ]
+    assert names[0] == names[2] != names[1]
+
+
+def test_copies_are_issued_while_a_kernel_runs(make_worker: Callable[..., Worker], log: list[str]) -> None:
+    worker, gate = make_worker(), Gate()
+    worker.submit(FakeJob("kernel", log, on_compute=gate))
+    assert gate.reached.wait(DEADLINE_S)
+    later = FakeJob("later", log)
+    worker.submit(later)
+    assert later.issued.wait(DEADLINE_S)
+    gate.open()
 
 
 def test_no_free_slot_with_nothing_in_flight_is_an_error(
     make_worker: Callable[..., Worker], log: list[str]
 ) -> None:
-    """Otherwise the worker would spin for ever."""
-    worker = make_worker()
-    worker.submit(FakeJob("starved", log, slots=[0]))
-    wait_failed(worker)
+    """Otherwise the worker would wait for ever."""
+    worker, starved = make_worker(), FakeJob("starved", log, slots=[0])
+    worker.submit(starved)
+    assert starved.dropped.wait(DEADLINE_S)
     with pytest.raises(WorkerError, match="no free slot"):
         worker.call(lambda: None)
 
@@ -163,14 +235,14 @@ def test_submit_blocks_while_the_queue_is_full(make_worker: Callable[..., Worker
     gate = submit_gate(worker, log)
     for name in "ab":
         worker.submit(FakeJob(name, log))
-    with ThreadPoolExecutor() as threads:
-        third = threads.submit(worker.submit, FakeJob("c", log))
+    with ThreadPoolExecutor() as pool:
+        third = pool.submit(worker.submit, FakeJob("c", log))
         with pytest.raises(FutureTimeout):
             third.result(SOON_S)
         gate.open()
         third.result(DEADLINE_S)
-    worker.call(lambda: None)
-    assert log[-1] == "finish c"
+    worker.call(lambda: None, on_copier=True)
+    assert stages(log, "deliver") == ["gate", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -180,8 +252,9 @@ def test_no_more_than_depth_jobs_wait(make_worker: Callable[..., Worker], log: l
     jobs = [FakeJob(str(name), log) for name in range(depth + 1)]
     for job in jobs:
         worker.submit(job)
+    dropped = [job.dropped.is_set() for job in jobs]
     gate.open()
-    assert [job.dropped.is_set() for job in jobs] == [False] * depth + [True]
+    assert dropped == [False] * depth + [True]
     assert isinstance(jobs[-1].drop_error, DeadlineError)
 
 
@@ -195,93 +268,105 @@ ERRORS = [
     KeyboardInterrupt("bad"),
     SystemExit("bad"),
 ]
+STAGES = ["on_issue", "on_compute", "on_deliver"]
 
 
-@pytest.mark.parametrize("half", ["on_issue", "on_finish"])
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def type_name(value: object) -> str:
+    return value if isinstance(value, str) else type(value).__name__
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("error", ERRORS, ids=type_name)
 def test_a_jobs_error_is_raised_at_the_next_public_calls(
-    make_worker: Callable[..., Worker], log: list[str], error: BaseException, half: str
+    make_worker: Callable[..., Worker], log: list[str], error: BaseException, stage: str
 ) -> None:
     worker = make_worker()
-    worker.submit(FakeJob("bad", log, **{half: Raiser(error)}))
-    wait_failed(worker)
+    bad = FakeJob("bad", log, **{stage: Raiser(error)})  # type: ignore[arg-type]
+    worker.submit(bad)
+    assert bad.dropped.wait(DEADLINE_S)
+    assert bad.drop_error is error
     for public in (worker.raise_error, lambda: worker.call(lambda: None), worker.raise_error):
         with pytest.raises(WorkerError, match=f"{type(error).__name__}: bad") as caught:
             public()
         assert caught.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", ERRORS, ids=type_name)
 def test_a_call_that_waits_behind_a_failing_job_gets_the_same_error(
     make_worker: Callable[..., Worker], log: list[str], error: BaseException
 ) -> None:
-    worker = make_worker()
+    worker, ran = make_worker(), threading.Event()
     gate = submit_gate(worker, log)
-    worker.submit(FakeJob("bad", log, on_finish=Raiser(error)))
-    with ThreadPoolExecutor() as threads:
-        call = threads.submit(worker.call, log.clear)
-        while worker._queue.qsize() < 2 and not call.done():
-            pass
+    worker.submit(FakeJob("bad", log, on_compute=Raiser(error)))
+    with ThreadPoolExecutor() as pool:
+        call = in_thread(pool, worker, ran.set)
         gate.open()
         raised = call.exception(DEADLINE_S)
     assert type(raised) is WorkerError
     assert raised.__cause__ is error
-    assert log
+    assert not ran.is_set()
 
 
-@pytest.mark.parametrize(
-    "error", [e for e in ERRORS if not isinstance(e, KernelError)], ids=lambda e: type(e).__name__
-)
+@pytest.mark.parametrize("on_copier", [False, True])
+@pytest.mark.parametrize("error", [e for e in ERRORS if not isinstance(e, KernelError)], ids=type_name)
 def test_a_called_function_that_raises_stops_the_worker(
-    make_worker: Callable[..., Worker], error: BaseException
+    make_worker: Callable[..., Worker], error: BaseException, on_copier: bool
 ) -> None:
     worker = make_worker()
     with pytest.raises(WorkerError) as caught:
-        worker.call(Raiser(error))
+        worker.call(Raiser(error), on_copier=on_copier)
     assert caught.value.__cause__ is error
     assert worker.failed
 
 
-@pytest.mark.parametrize("error", [KernelError("ours"), ConfigError("ours"), DeadlineError("ours")])
+@pytest.mark.parametrize("on_copier", [False, True])
+@pytest.mark.parametrize(
+    "error", [KernelError("ours"), ConfigError("ours"), DeadlineError("ours")], ids=type_name
+)
 def test_our_own_error_of_a_called_function_is_the_callers(
-    make_worker: Callable[..., Worker], error: Exception
+    make_worker: Callable[..., Worker], error: Exception, on_copier: bool
 ) -> None:
     """Nothing was half done: the worker goes on."""
     worker = make_worker()
     with pytest.raises(type(error)) as caught:
-        worker.call(Raiser(error))
+        worker.call(Raiser(error), on_copier=on_copier)
     assert caught.value is error
     assert worker.call(lambda: "on") == "on"
 
 
 def test_after_an_error_jobs_are_dropped_with_it(make_worker: Callable[..., Worker], log: list[str]) -> None:
     """In flight, waiting for a slot, queued, or submitted later; none runs, and submit never blocks or raises."""
-    worker, error, free = make_worker(depth=3), ValueError("bad"), [2]
+    worker, error, free = make_worker(depth=4), ValueError("bad"), [2]
     gate = submit_gate(worker, log)
-    jobs = [
-        FakeJob("bad", log, slots=free, on_finish=Raiser(error)),
-        *(FakeJob(n, log, slots=free) for n in "ab"),
-    ]
+    jobs = [FakeJob("bad", log, slots=free, on_compute=Raiser(error))]
+    jobs += [FakeJob(name, log, slots=free) for name in "abc"]
     for job in jobs:
         worker.submit(job)
     gate.open()
-    wait_failed(worker)
+    assert jobs[0].dropped.wait(DEADLINE_S)
     jobs += [FakeJob(str(n), log) for n in range(10)]
-    for job in jobs[3:]:
+    for job in jobs[4:]:
         worker.submit(job)
-    for job in jobs[1:]:
+    for job in jobs:
         assert job.dropped.wait(DEADLINE_S)
         assert job.drop_error is error
-    assert [line for line in log if line.startswith("finish")] == ["finish gate"]
+    assert stages(log, "compute") == ["gate"]
 
 
 def test_the_first_error_stays(make_worker: Callable[..., Worker], log: list[str]) -> None:
-    worker = make_worker(timeout_s=SOON_S)
-    gate = submit_gate(worker, log)
-    worker.submit(FakeJob("bad", log, on_finish=Raiser(ValueError("second"))))
+    worker, gate = make_worker(timeout_s=SOON_S), Gate()
+
+    def fail_late() -> None:
+        gate()
+        raise ValueError("second")
+
+    bad = FakeJob("bad", log, on_compute=fail_late)
+    worker.submit(bad)
+    assert gate.reached.wait(DEADLINE_S)
     with pytest.raises(DeadlineError):
         worker.call(lambda: None)
     gate.open()
+    assert bad.dropped.wait(DEADLINE_S)
     with pytest.raises(DeadlineError):
         worker.raise_error()
 
@@ -302,44 +387,58 @@ def test_call_keeps_the_deadline(make_worker: Callable[..., Worker], log: list[s
     gate.open()
 
 
-def test_no_deadline_at_all(make_worker: Callable[..., Worker]) -> None:
-    assert make_worker(timeout_s=float("inf")).call(lambda: 1) == 1
+def test_no_deadline_at_all(make_worker: Callable[..., Worker], log: list[str]) -> None:
+    """Also where submit has to wait."""
+    worker = make_worker(depth=1, timeout_s=float("inf"))
+    for n in range(20):
+        worker.submit(FakeJob(str(n), log))
+    assert worker.call(lambda: 1) == 1
 
 
-# The worker's own thread
+# The worker's own threads
 
 
-def test_call_from_the_workers_own_thread_runs_at_once(make_worker: Callable[..., Worker]) -> None:
+@pytest.mark.parametrize("on_copier", [False, True])
+def test_call_from_an_own_thread_runs_at_once(make_worker: Callable[..., Worker], on_copier: bool) -> None:
     """As when the garbage collector finalizes an optimizer there; waiting for oneself would be a deadlock."""
     worker = make_worker()
-    assert worker.call(lambda: worker.call(threading.current_thread)).name == "test-worker"
+    name = worker.call(lambda: worker.call(threading.current_thread), on_copier=on_copier).name
+    assert name.startswith(NAME)
 
 
-def test_close_from_the_workers_own_thread(make_worker: Callable[..., Worker]) -> None:
+@pytest.mark.parametrize("on_copier", [False, True])
+def test_close_from_an_own_thread_waits_for_nobody(
+    make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, on_copier: bool
+) -> None:
+    monkeypatch.setattr(worker_module, "CLOSE_TIMEOUT_S", 10 * DEADLINE_S)
     worker = make_worker()
-    worker.call(worker.close)
-    worker._thread.join(DEADLINE_S)
-    assert not worker._thread.is_alive()
+    worker.call(worker.close, on_copier=on_copier)
+    for thread in threads():
+        thread.join(DEADLINE_S)
+    assert threads() == []
 
 
 # Close
 
 
 def test_close_finishes_what_is_queued(make_worker: Callable[..., Worker], log: list[str]) -> None:
-    worker = make_worker()
+    worker, free = make_worker(), [1]
     gate = submit_gate(worker, log)
-    for name in "ab":
-        worker.submit(FakeJob(name, log))
+    for name in "abc":
+        worker.submit(FakeJob(name, log, slots=free))
     gate.open()
     worker.close()
-    assert not worker._thread.is_alive()
-    assert [line for line in log if line.startswith("finish")] == ["finish gate", "finish a", "finish b"]
+    assert threads() == []
+    assert stages(log, "deliver") == ["gate", "a", "b", "c"]
 
 
-def test_close_twice_and_use_after_close(make_worker: Callable[..., Worker], log: list[str]) -> None:
-    worker = make_worker()
-    worker.close()
-    worker.close()
+def test_close_again_and_use_after_close(
+    make_worker: Callable[..., Worker], log: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make_worker(depth=1)
+    for _ in range(3):
+        worker.close()
+    assert caplog.text == ""
     job = FakeJob("late", log)
     worker.submit(job)
     assert isinstance(job.drop_error, ClosedError)
@@ -351,13 +450,13 @@ def test_close_waits_for_room_in_a_full_queue(make_worker: Callable[..., Worker]
     worker = make_worker(depth=1)
     gate = submit_gate(worker, log)
     worker.submit(FakeJob("a", log))
-    with ThreadPoolExecutor() as threads:
-        closing = threads.submit(worker.close)
+    with ThreadPoolExecutor() as pool:
+        closing = pool.submit(worker.close)
         with pytest.raises(FutureTimeout):
             closing.result(SOON_S)
         gate.open()
         closing.result(DEADLINE_S)
-    assert log[-1] == "finish a"
+    assert stages(log, "deliver") == ["gate", "a"]
 
 
 def test_close_leaves_a_hanging_worker_behind(
@@ -374,29 +473,31 @@ def test_close_leaves_a_hanging_worker_behind(
         worker.close()
     assert "left behind" in caplog.text
     gate.open()
-    worker._queue.put(None, timeout=DEADLINE_S)
-    worker._thread.join(DEADLINE_S)
+    assert worker._inbox.put(worker_module._END, DEADLINE_S)
+    for thread in threads():
+        thread.join(DEADLINE_S)
 
 
-@pytest.mark.parametrize("half", ["on_issue", "on_finish"])
-def test_the_thread_ends_where_the_last_jobs_fail_during_close(
-    make_worker: Callable[..., Worker], log: list[str], half: str
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_threads_end_where_a_job_fails_during_close(
+    make_worker: Callable[..., Worker], log: list[str], stage: str
 ) -> None:
-    """The end is read ahead of the failure; nobody asks for it a second time."""
-    worker = make_worker()
-    gate = submit_gate(worker, log)
-    other: Any = {half: Raiser(ValueError("bad"))}
-    jobs = [FakeJob("bad", log, **other), FakeJob("b", log)]
+    worker, gate = make_worker(), Gate()
+
+    def fail_late() -> None:
+        gate()
+        raise ValueError("bad")
+
+    jobs = [FakeJob("bad", log, **{stage: fail_late}), FakeJob("b", log)]  # type: ignore[arg-type]
     for job in jobs:
         worker.submit(job)
-    with ThreadPoolExecutor() as threads:
-        closing = threads.submit(worker.close)
-        while worker._queue.qsize() < 3 and not closing.done():
-            pass
+    assert gate.reached.wait(DEADLINE_S)
+    with ThreadPoolExecutor() as pool:
+        closing = pool.submit(worker.close)
         gate.open()
         closing.result(worker_module.CLOSE_TIMEOUT_S / 2)
-    assert not worker._thread.is_alive()
-    assert jobs[1].dropped.is_set()
+    assert threads() == []
+    assert jobs[0].dropped.is_set()
 
 
 def test_close_after_a_failure(make_worker: Callable[..., Worker], log: list[str]) -> None:
@@ -404,4 +505,16 @@ def test_close_after_a_failure(make_worker: Callable[..., Worker], log: list[str
     worker.submit(FakeJob("bad", log, on_issue=Raiser(ValueError("bad"))))
     wait_failed(worker)
     worker.close()
-    assert not worker._thread.is_alive()
+    assert threads() == []
+
+
+def test_a_forgotten_worker_is_collected() -> None:
+    """Its threads hold no reference to it."""
+    worker = Worker(NAME, depth=1, timeout_s=DEADLINE_S)
+    reference, inbox = weakref.ref(worker), worker._inbox
+    del worker
+    gc.collect()
+    assert reference() is None
+    inbox.put(worker_module._END, DEADLINE_S)
+    for thread in threads():
+        thread.join(DEADLINE_S)
