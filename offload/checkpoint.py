@@ -36,7 +36,8 @@ class IncomingState:
 def export_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The same state dict with CPU clones: slabs go on changing, and saving a view would save its whole slab."""
     state = {
-        index: {name: _clone(value) for name, value in entry.items()} for index, entry in state_dict["state"].items()
+        index: {name: _clone(value) for name, value in entry.items()}
+        for index, entry in state_dict["state"].items()
     }
     groups = [{key: _clone(value) for key, value in group.items()} for group in state_dict["param_groups"]]
     return {**state_dict, "state": state, "param_groups": groups}
@@ -67,11 +68,15 @@ def read_state(
         if record is None:
             continue
         entry = state_dict["state"].get(saved_id, {})
-        tensors = {name: _checked(record, name, entry[name]) for name in ("master", *moments) if name in entry}
+        tensors = {
+            name: _checked(record, name, entry[name]) for name in ("master", *moments) if name in entry
+        }
         missing = [name for name in ("step", *moments) if entry and name not in entry]
         if missing:
-            raise CheckpointError(f"{record.name}: the state dict has no {', '.join(missing)} for it (it has "
-                                  f"{', '.join(entry) or 'nothing'}); was it saved by another kind of optimizer?")
+            raise CheckpointError(
+                f"{record.name}: the state dict has no {', '.join(missing)} for it (it has "
+                f"{', '.join(entry) or 'nothing'}); was it saved by another kind of optimizer?"
+            )
         incoming.tensors[record.index] = tensors
         incoming.steps[record.index] = _checked_step(record, entry.get("step", 0))
         if "master" not in tensors and record.kind.weight == "bf16":
@@ -85,11 +90,15 @@ def _check_form(state_dict: Mapping[str, Any], num_params: int) -> None:
         raise CheckpointError("this is no optimizer state dict: it has no 'state' and 'param_groups'")
     state, groups = state_dict["state"], state_dict["param_groups"]
     if not _are_mappings([state]) or not _are_mappings(state.values()) or not _are_mappings(groups, "params"):
-        raise CheckpointError("this is no optimizer state dict: expected dicts in 'state' and groups with 'params'")
+        raise CheckpointError(
+            "this is no optimizer state dict: expected dicts in 'state' and groups with 'params'"
+        )
     for group in groups:
         for flag in REFUSED_FLAGS:
             if group.get(flag):
-                raise CheckpointError(f"the state dict was saved with {flag}=True, which is not supported here")
+                raise CheckpointError(
+                    f"the state dict was saved with {flag}=True, which is not supported here"
+                )
     num_saved = sum(len(group["params"]) for group in groups)
     if num_saved != num_params:
         raise CheckpointError(f"the state dict has {num_saved} parameters, this optimizer has {num_params}")
@@ -117,18 +126,26 @@ def _checked(record: ParamRecord, name: str, value: Any) -> torch.Tensor:
         raise CheckpointError(f"{record.name}: {name} is a {type(value).__name__}, expected a tensor")
     local = local_shard(value)
     if local.shape != expected:
-        raise CheckpointError(f"{record.name}: {name} has shape {tuple(local.shape)}, expected {tuple(expected)}; sharded "
-                              "state is resharded by torch.distributed.checkpoint, not by load_state_dict")
+        raise CheckpointError(
+            f"{record.name}: {name} has shape {tuple(local.shape)}, expected {tuple(expected)}; sharded "
+            "state is resharded by torch.distributed.checkpoint, not by load_state_dict"
+        )
     if not local.is_floating_point() or local.layout is not torch.strided or local.device.type == "meta":
-        raise CheckpointError(f"{record.name}: {name} is {local.dtype}, {local.layout}, on {local.device}; expected "
-                              "floating point, dense, with data")
+        raise CheckpointError(
+            f"{record.name}: {name} is {local.dtype}, {local.layout}, on {local.device}; expected "
+            "floating point, dense, with data"
+        )
     return local
 
 
 def _warn_of_missing_masters(names: Sequence[str]) -> None:
     if names:
-        logger.warning("the state dict has no FP32 masters for %d BF16 parameter(s) (%s ...): they are taken from the "
-                       "weights, whose lower 16 bits are lost", len(names), ", ".join(names[:3]))
+        logger.warning(
+            "the state dict has no FP32 masters for %d BF16 parameter(s) (%s ...): they are taken from the "
+            "weights, whose lower 16 bits are lost",
+            len(names),
+            ", ".join(names[:3]),
+        )
 
 
 def _clone(value: Any) -> Any:

@@ -79,8 +79,11 @@ class OffloadConfig:
     """Storage of the moments; only "fp32" so far."""
 
     def __post_init__(self) -> None:
-        self._check("tile_numel", self.tile_numel >= TILE_ALIGN and self.tile_numel % TILE_ALIGN == 0,
-                    f"a positive multiple of {TILE_ALIGN}")
+        self._check(
+            "tile_numel",
+            self.tile_numel >= TILE_ALIGN and self.tile_numel % TILE_ALIGN == 0,
+            f"a positive multiple of {TILE_ALIGN}",
+        )
         self._check("ring_slots", self.ring_slots >= 2, "at least 2")
         self._check("backlog_tiles", self.backlog_tiles >= 1, "at least 1")
         for budget in ("host_budget", "device_budget", "pinned_budget"):
@@ -93,7 +96,9 @@ class OffloadConfig:
             try:
                 re.compile(self.chunk_by)
             except re.error as error:
-                raise ConfigError(f"config.chunk_by={self.chunk_by!r} is no regular expression: {error}") from None
+                raise ConfigError(
+                    f"config.chunk_by={self.chunk_by!r} is no regular expression: {error}"
+                ) from None
 
     def _check(self, field: str, good: bool, expected: str) -> None:
         if not good:

@@ -25,4 +25,4 @@ def shard_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(local, parameter._spec, requires_grad=False)

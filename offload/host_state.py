@@ -91,8 +91,7 @@ class HostState:
         total = sum(chunk.numel for chunk in chunks)
         slabs: list[Slab] = []
         try:
-            for name in names:
-                slabs.append(_fp32_slab(total, name, self._touch))
+            slabs.extend(_fp32_slab(total, name, self._touch) for name in names)
         except BaseException:
             _close(slabs)
             raise
@@ -121,8 +120,7 @@ class HostGradients:
     @property
     def num_bytes(self) -> int:
         """Bytes mapped for gradients."""
-        slabs = [slab for slab, *_ in (*self._held.values(), *self._accumulated.values())]
-        return sum(slab.num_bytes for slab in slabs)
+        return sum(slab.num_bytes for slab in self._slabs())
 
     def held(self, chunk: Chunk) -> Array:
         """The chunk's gradients as kernels see them, ``[chunk.numel]``."""
@@ -149,9 +147,13 @@ class HostGradients:
 
     def close(self) -> None:
         """Unmap everything."""
-        _close([slab for slab, *_ in (*self._held.values(), *self._accumulated.values())])
+        _close(self._slabs())
         self._held.clear()
         self._accumulated.clear()
+
+    def _slabs(self) -> list[Slab]:
+        held = [slab for slab, _, _ in self._held.values()]
+        return held + [slab for slab, _ in self._accumulated.values()]
 
     def _held_entry(self, chunk: Chunk) -> tuple[Slab, Array, torch.Tensor]:
         entry = self._held.get(chunk.index)
@@ -160,8 +162,13 @@ class HostGradients:
         return entry
 
     def _map_held(self, chunk: Chunk, kind: Kind) -> tuple[Slab, Array, torch.Tensor]:
-        slab = allocate(max(chunk.numel * kind.grad_bytes, 1), name=f"gradients of {chunk.name}", pin=False,
-                        fallback_pageable=True, touch=self._touch)
+        slab = allocate(
+            max(chunk.numel * kind.grad_bytes, 1),
+            name=f"gradients of {chunk.name}",
+            pin=False,
+            fallback_pageable=True,
+            touch=self._touch,
+        )
         array = slab.array(numpy_dtype(kind.grad), 0, chunk.numel)
         return slab, array, slab.tensor(torch_dtype(kind.grad), 0, chunk.numel)
 

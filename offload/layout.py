@@ -111,7 +111,10 @@ class Chunk:
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """The tiles, in order; every one but the last has `tile_numel` elements."""
-        bounds = [(start, min(start + self.tile_numel, self.numel)) for start in range(0, self.numel, self.tile_numel)]
+        bounds = [
+            (start, min(start + self.tile_numel, self.numel))
+            for start in range(0, self.numel, self.tile_numel)
+        ]
         pieces: list[list[Piece]] = [[] for _ in bounds]
         for span in self.spans:
             for tile in range(span.start // self.tile_numel, _last_tile(span, self.tile_numel) + 1):

@@ -20,7 +20,10 @@ def cgroup_memory_left(*, proc: Path = Path("/proc"), sys: Path = Path("/sys")) 
 
 def _left(proc: Path, sys: Path) -> Iterator[int]:
     for folder in cgroup_folders("memory", proc, sys / "fs/cgroup"):
-        for limit_name, usage_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for limit_name, usage_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
             limit, usage = _number(folder / limit_name), _number(folder / usage_name)
             if limit is not None and usage is not None and limit < UNLIMITED:
                 yield max(limit - usage, 0)

@@ -58,7 +58,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     ) -> None:
         params = list(params)
         if not params:
-            raise ConfigError("params is empty: pass model.named_parameters(), model.parameters() or param groups")
+            raise ConfigError(
+                "params is empty: pass model.named_parameters(), model.parameters() or param groups"
+            )
         self._engine: Engine | None = None
         super().__init__(params, defaults)
         self._records: dict[torch.Tensor, ParamRecord] = {}
@@ -68,14 +70,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not records:
             raise ConfigError("params has no parameter with requires_grad=True: there is nothing to optimize")
         engine, self._plan = assemble(rule, records, self._given_masters(records), options)
-        self._masters = None  # copied: the caller may drop them
+        # Copied, so the caller may drop them; those of frozen parameters wait for the day when these are trained.
+        self._masters = masters.without([record.param for record in records]) if masters is not None else None
         self._engine = engine
         self._finalizer = weakref.finalize(self, engine.close)
         self._publish(records)
 
     # The training loop ------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
         """Apply the gradients that came since the last step; return what `closure` returned.
 
         Blocks until state and weights are complete: after it any stream and any thread sees the new weights.
@@ -94,8 +97,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         engine = self._open_engine()
         if grad_scaler is not None:
-            raise ConfigError("GradScaler is not supported: it scales FP16 gradients, and this optimizer takes BF16 or "
-                              "FP32 ones, which need none; call loss.backward() and step() directly")
+            raise ConfigError(
+                "GradScaler is not supported: it scales FP16 gradients, and this optimizer takes BF16 or "
+                "FP32 ones, which need none; call loss.backward() and step() directly"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -209,7 +214,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine.reset()
         super().load_state_dict({**state_dict, "state": {}})
         self._rebind_groups()
-        for parameter, record in self._records.items():
+        for record in self._records.values():
             record.num_steps = incoming.steps[record.index]
             for name, view in engine.state(record).items():
                 saved = incoming.tensors[record.index].get(name)
@@ -222,8 +227,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refused: hooks, threads and pinned memory cannot be copied."""
-        raise StateError(f"{type(self).__name__} cannot be copied or pickled: it owns hooks, a thread and host memory. Save "
-                         "state_dict() and load it into a new optimizer")
+        raise StateError(
+            f"{type(self).__name__} cannot be copied or pickled: it owns hooks, a thread and host memory. Save "
+            "state_dict() and load it into a new optimizer"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refused, as copying is."""
@@ -274,12 +281,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _given_masters(self, records: Iterable[ParamRecord]) -> dict[int, torch.Tensor]:
         if self._masters is None:
             return {}
-        return {record.index: master for record in records if (master := self._masters.of(record.param)) is not None}
+        return {
+            record.index: master
+            for record in records
+            if (master := self._masters.of(record.param)) is not None
+        }
 
     def _attach(self, records: list[ParamRecord]) -> None:
-        engine = self._open_engine()
-        engine.require_untouched("add_param_group()")
-        engine.add(records, {})
+        self._open_engine().add(records, self._given_masters(records))
         self._publish(records)
 
     def _adopt_unfrozen(self) -> None:
@@ -355,10 +364,23 @@ class AdamW(OffloadOptimizer):
         model: torch.nn.Module | None = None,
         config: OffloadConfig | None = None,
     ) -> None:
-        options = _options(mode, backend, max_grad_norm, clip, nonfinite, accumulation_steps, flush_denormals,
-                           overlap_forward, config)
+        options = _options(
+            mode,
+            backend,
+            max_grad_norm,
+            clip,
+            nonfinite,
+            accumulation_steps,
+            flush_denormals,
+            overlap_forward,
+            config,
+        )
         defaults = _torch_defaults() | {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
         }
         super().__init__(params, defaults, rule=AdamWRule, masters=masters, options=options)
 
@@ -402,8 +424,17 @@ class SignSGD(OffloadOptimizer):
         model: torch.nn.Module | None = None,
         config: OffloadConfig | None = None,
     ) -> None:
-        options = _options(mode, backend, max_grad_norm, clip, nonfinite, accumulation_steps, flush_denormals,
-                           overlap_forward, config)
+        options = _options(
+            mode,
+            backend,
+            max_grad_norm,
+            clip,
+            nonfinite,
+            accumulation_steps,
+            flush_denormals,
+            overlap_forward,
+            config,
+        )
         defaults = {"lr": lr, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, rule=SignSGDRule, masters=masters, options=options)
 
@@ -429,7 +460,9 @@ def _options(
     if overlap_forward:
         raise ConfigError("overlap_forward=True is not available in this version; leave it False")
     if max_grad_norm is not None and not max_grad_norm > 0.0:
-        raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a positive number, or None for no clipping")
+        raise ConfigError(
+            f"max_grad_norm={max_grad_norm!r}: expected a positive number, or None for no clipping"
+        )
     if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
         raise ConfigError(f"accumulation_steps={accumulation_steps!r}: expected an integer of at least 1")
     return Options(

@@ -64,7 +64,9 @@ class ParamRecord:
         weight = local_shard(self.param)
         self._check_gradient(local, weight)
         if local.stride() != weight.stride() or not _is_dense(local):
-            local = torch.empty_strided(weight.shape, weight.stride(), dtype=local.dtype, device=local.device).copy_(local)
+            local = torch.empty_strided(
+                weight.shape, weight.stride(), dtype=local.dtype, device=local.device
+            ).copy_(local)
         return flat_view(local, self.name)
 
     def note_weight(self) -> None:
@@ -80,15 +82,21 @@ class ParamRecord:
 
     def _check_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
-            raise GradientError(f"{self.name}: its gradient is {gradient.layout}; sparse gradients are not supported "
-                                "(build the embedding with sparse=False)")
+            raise GradientError(
+                f"{self.name}: its gradient is {gradient.layout}; sparse gradients are not supported "
+                "(build the embedding with sparse=False)"
+            )
         if DTYPE_NAMES.get(gradient.dtype) != self.kind.grad:
-            raise GradientError(f"{self.name}: its gradient is {gradient.dtype}, expected {self.kind.grad} as for "
-                                f"its {weight.dtype} weight")
+            raise GradientError(
+                f"{self.name}: its gradient is {gradient.dtype}, expected {self.kind.grad} as for "
+                f"its {weight.dtype} weight"
+            )
         if gradient.device != weight.device or gradient.shape != weight.shape:
-            raise GradientError(f"{self.name}: its gradient is {tuple(gradient.shape)} on {gradient.device}, its "
-                                f"weight {tuple(weight.shape)} on {weight.device}; was the parameter replaced after "
-                                "the optimizer was built? Build the optimizer after fully_shard or prepare()")
+            raise GradientError(
+                f"{self.name}: its gradient is {tuple(gradient.shape)} on {gradient.device}, its "
+                f"weight {tuple(weight.shape)} on {weight.device}; was the parameter replaced after "
+                "the optimizer was built? Build the optimizer after fully_shard or prepare()"
+            )
 
 
 def make_record(index: int, name: str | None, param: torch.Tensor, group: dict[str, Any]) -> ParamRecord:
@@ -107,21 +115,30 @@ def make_record(index: int, name: str | None, param: torch.Tensor, group: dict[s
     label = name if name is not None else f"parameter #{index}"
     local = local_shard(param)
     if local.layout is not torch.strided:
-        raise UnsupportedDtypeError(f"{label} is {local.layout}; only dense parameters are supported (use to_dense())")
+        raise UnsupportedDtypeError(
+            f"{label} is {local.layout}; only dense parameters are supported (use to_dense())"
+        )
     if local.device.type == "meta":
-        raise UnsupportedDtypeError(f"{label} is on the meta device and has no data; materialize the model "
-                                    "(to_empty() and an initialization) before the optimizer is built")
+        raise UnsupportedDtypeError(
+            f"{label} is on the meta device and has no data; materialize the model "
+            "(to_empty() and an initialization) before the optimizer is built"
+        )
     if local.dtype not in DTYPE_NAMES:
-        raise UnsupportedDtypeError(f"{label} is {local.dtype}; supported are torch.bfloat16 and torch.float32 (convert "
-                                    "the model, or use offload.cast_compute_weights on an FP32 model)")
+        raise UnsupportedDtypeError(
+            f"{label} is {local.dtype}; supported are torch.bfloat16 and torch.float32 (convert "
+            "the model, or use offload.cast_compute_weights on an FP32 model)"
+        )
     if not _is_dense(local):
-        raise ParameterError(f"{label} has shape {tuple(local.shape)} and strides {local.stride()}, which leave gaps or "
-                             "overlap in memory; make it a parameter of its own with param.data = param.data.clone()")
+        raise ParameterError(
+            f"{label} has shape {tuple(local.shape)} and strides {local.stride()}, which leave gaps or "
+            "overlap in memory; make it a parameter of its own with param.data = param.data.clone()"
+        )
     weight = DTYPE_NAMES[local.dtype]
     gradient = DTYPE_NAMES.get(getattr(param, "grad_dtype", None) or local.dtype)
     if gradient is None:
-        raise UnsupportedDtypeError(f"{label} has grad_dtype {param.grad_dtype}; supported are torch.bfloat16 and "
-                                    "torch.float32")
+        raise UnsupportedDtypeError(
+            f"{label} has grad_dtype {param.grad_dtype}; supported are torch.bfloat16 and torch.float32"
+        )
     return ParamRecord(index, label, name is not None, param, group, Kind(gradient, weight))
 
 
@@ -134,7 +151,9 @@ def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
     if not _is_dense(tensor):
-        raise ParameterError(f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: not dense in memory")
+        raise ParameterError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: not dense in memory"
+        )
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
@@ -142,7 +161,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1):
+    for stride, size in sorted(
+        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1
+    ):
         if stride != expected:
             return False
         expected *= size

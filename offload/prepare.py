@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -27,6 +27,16 @@ class Masters(Mapping[str, torch.Tensor]):
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The FP32 values of `parameter`, or None where it was not cast."""
         return self._by_parameter.get(parameter)
+
+    def without(self, parameters: Iterable[torch.Tensor]) -> Masters:
+        """The masters of all other parameters."""
+        dropped = set(parameters)
+        names = {id(master): name for name, master in self._by_name.items()}
+        rest = Masters()
+        for parameter, master in self._by_parameter.items():
+            if parameter not in dropped:
+                rest.add(names[id(master)], parameter, master)
+        return rest
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._by_name[name]
@@ -67,7 +77,9 @@ def cast_compute_weights(
     chosen = {name: p for name, p in model.named_parameters() if p.dtype is torch.float32 and not keep(name)}
     for name, parameter in chosen.items():
         if parameter.device.type == "meta":
-            raise UnsupportedDtypeError(f"{name} is on the meta device: materialize the model before casting it")
+            raise UnsupportedDtypeError(
+                f"{name} is on the meta device: materialize the model before casting it"
+            )
     for name, parameter in chosen.items():
         masters.add(name, parameter, local_shard(parameter).to("cpu", copy=True))
         parameter.data = parameter.data.to(dtype)

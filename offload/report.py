@@ -50,16 +50,20 @@ class StepReport:
 
     def as_dict(self, prefix: str = "offload/") -> dict[str, float]:
         """Flat name → number, for wandb, tensorboard and the like."""
-        numbers = {name: float(value) for name, value in vars(self).items() if isinstance(value, bool | int | float)}
+        numbers = {
+            name: float(value) for name, value in vars(self).items() if isinstance(value, bool | int | float)
+        }
         numbers |= {f"seconds/{stage}": seconds for stage, seconds in self.timings.items()}
         return {prefix + name: number for name, number in numbers.items()}
 
     def __str__(self) -> str:
         stages = " ".join(f"{stage} {1e3 * seconds:.1f}" for stage, seconds in self.timings.items())
         flags = ", clipped" * self.clipped + ", skipped" * self.skipped
-        return (f"step {self.step} ({self.mode}{flags}): norm {self.grad_norm:.4g}, tiles {self.early_tiles} early "
-                f"{self.late_tiles} late, {self.bytes_to_host / 1e6:.1f} MB in {self.bytes_to_device / 1e6:.1f} MB out, "
-                f"ms: {stages}")
+        return (
+            f"step {self.step} ({self.mode}{flags}): norm {self.grad_norm:.4g}, tiles {self.early_tiles} early "
+            f"{self.late_tiles} late, {self.bytes_to_host / 1e6:.1f} MB in {self.bytes_to_device / 1e6:.1f} MB out, "
+            f"ms: {stages}"
+        )
 
 
 class StageClock:

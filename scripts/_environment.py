@@ -1,17 +1,19 @@
 """What must be set before torch is imported, and what a benchmark has to record about its machine.
 
-The library itself never touches the environment; programs may. These scripts leave OpenMP's waiting policy alone:
-with ``OMP_WAIT_POLICY=passive`` each of the thousand kernel launches of a step has to wake the team first, which
-costs 0.15 ms apiece on a 16-core host (bench_pipeline.py).
+The library itself never touches the environment; programs may. On a machine with many CPUs these scripts leave
+OpenMP's waiting policy alone: with ``OMP_WAIT_POLICY=passive`` each of the thousand kernel launches of a step has to
+wake the team first, which costs 0.15 ms apiece on a 16-core host (bench_pipeline.py). With few CPUs they ask for it:
+teams that spin take the cores from each other as soon as anything else runs beside them.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault(
-    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # one workspace per stream: the same bits every run
+FEW_CPUS = 4
+
+if (os.cpu_count() or 1) <= FEW_CPUS:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import platform
 from importlib import metadata

@@ -50,25 +50,45 @@ def main() -> None:
     settings = itertools.product(args.tiles, args.slots, args.threads)
     rows = [measure(args, weights, device, *setting) for setting in settings]
     headers = ("tile Mi", "slots", "threads", "Gparam/s", "step ms", *(f"{stage} ms" for stage in STAGES))
-    print(format_table(headers, [[f"{value:g}" if isinstance(value, int) else f"{value:.4g}" for value in row] for row in rows]))
-    write_json(args.json, {"rows": [dict(zip(headers, row, strict=True)) for row in rows],
-                           "environment": _environment.describe(device)})
+    print(
+        format_table(
+            headers,
+            [[f"{value:g}" if isinstance(value, int) else f"{value:.4g}" for value in row] for row in rows],
+        )
+    )
+    write_json(
+        args.json,
+        {
+            "rows": [dict(zip(headers, row, strict=True)) for row in rows],
+            "environment": _environment.describe(device),
+        },
+    )
 
 
 def make_weights(numel: int, device: torch.device) -> dict[str, torch.nn.Parameter]:
     """Layers of four equal matrices."""
     part = min(LAYER_NUMEL, numel) // 4
-    names = [f"layers.{layer}.{name}.weight" for layer in range(max(numel // (4 * part), 1)) for name in "abcd"]
+    names = [
+        f"layers.{layer}.{name}.weight" for layer in range(max(numel // (4 * part), 1)) for name in "abcd"
+    ]
     return {
-        name: torch.nn.Parameter(torch.full((part,), 0.5, dtype=torch.bfloat16, device=device)) for name in names
+        name: torch.nn.Parameter(torch.full((part,), 0.5, dtype=torch.bfloat16, device=device))
+        for name in names
     }
 
 
 def measure(
-    args: argparse.Namespace, weights: dict[str, torch.nn.Parameter], device: torch.device, tile: int, slots: int, threads: int
+    args: argparse.Namespace,
+    weights: dict[str, torch.nn.Parameter],
+    device: torch.device,
+    tile: int,
+    slots: int,
+    threads: int,
 ) -> list[Any]:
     """Median rate and stages of one setting."""
-    config = offload.OffloadConfig(tile_numel=tile * MI, ring_slots=slots, threads=threads, backlog_tiles=args.backlog)
+    config = offload.OffloadConfig(
+        tile_numel=tile * MI, ring_slots=slots, threads=threads, backlog_tiles=args.backlog
+    )
     cycles = int(args.compute_ms / 4 * 1.9e6)
     seconds, stages = [], []
     with offload.AdamW(weights.items(), mode="wavefront", config=config) as optimizer:
@@ -81,7 +101,7 @@ def measure(
             x.sum().backward()
             optimizer.step()
             seconds.append(time.perf_counter() - start)
-            stages.append(optimizer.last_step.timings)
+            stages.append(optimizer.last_step.timings if optimizer.last_step else {})
     step = statistics.median(seconds[2:])
     numel = sum(weight.numel() for weight in weights.values())
     medians = [1e3 * statistics.median(timing.get(stage, 0.0) for timing in stages[2:]) for stage in STAGES]
@@ -91,11 +111,17 @@ def measure(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--numel", type=int, default=1_000_000_000, help="parameters")
-    parser.add_argument("--tiles", type=_integers, default=[4, 8, 16], metavar="N,N", help="tile sizes, in Mi elements")
+    parser.add_argument(
+        "--tiles", type=_integers, default=[4, 8, 16], metavar="N,N", help="tile sizes, in Mi elements"
+    )
     parser.add_argument("--slots", type=_integers, default=[8], metavar="N,N", help="slots per ring")
-    parser.add_argument("--threads", type=_integers, default=[None], metavar="N,N", help="threads of the update")
+    parser.add_argument(
+        "--threads", type=_integers, default=[None], metavar="N,N", help="threads of the update"
+    )
     parser.add_argument("--backlog", type=int, default=32, help="tiles that may wait on the device")
-    parser.add_argument("--compute-ms", type=float, default=0.0, help="GPU work per layer of 100 Mi parameters")
+    parser.add_argument(
+        "--compute-ms", type=float, default=0.0, help="GPU work per layer of 100 Mi parameters"
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default=str(_environment.default_device()))
     parser.add_argument("--json", type=Path)

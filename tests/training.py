@@ -46,7 +46,13 @@ class Decoder(nn.Module):
     """``checkpointing``: None, or use_reentrant."""
 
     def __init__(
-        self, *, width: int = 40, layers: int = 3, vocabulary: int = 97, tied: bool = False, checkpointing: bool | None = None
+        self,
+        *,
+        width: int = 40,
+        layers: int = 3,
+        vocabulary: int = 97,
+        tied: bool = False,
+        checkpointing: bool | None = None,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
@@ -60,7 +66,11 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         for layer in self.layers:
-            x = layer(x) if self.checkpointing is None else checkpoint(layer, x, use_reentrant=self.checkpointing)
+            x = (
+                layer(x)
+                if self.checkpointing is None
+                else checkpoint(layer, x, use_reentrant=self.checkpointing)
+            )
         return self.head(self.norm(x))
 
 
@@ -125,11 +135,15 @@ class Reference:
             name: torch.optim.AdamW([master], fused=True) for name, master in self._masters.items()
         }
 
-    def step(self, gradients: dict[str, list[Tensor]], hyper: dict[str, dict[str, Any]], coef: float = 1.0) -> None:
+    def step(
+        self, gradients: dict[str, list[Tensor]], hyper: dict[str, dict[str, Any]], coef: float = 1.0
+    ) -> None:
         """Gradients by name, one per micro-batch; hyperparameters by name, as in a param group."""
         self._thread.submit(self._step, gradients, hyper, coef).result()
 
-    def _step(self, gradients: dict[str, list[Tensor]], hyper: dict[str, dict[str, Any]], coef: float) -> None:
+    def _step(
+        self, gradients: dict[str, list[Tensor]], hyper: dict[str, dict[str, Any]], coef: float
+    ) -> None:
         for name, parts in gradients.items():
             optimizer = self._optimizers[name]
             names = ("lr", "betas", "eps", "weight_decay", "maximize")
@@ -160,7 +174,11 @@ def padded(tensor: Tensor) -> Tensor:
 def memory_order(tensor: Tensor) -> Tensor:
     """The tensor's elements in the order of its storage."""
     tensor = tensor.detach()
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()) if tensor.numel() else tensor.flatten()
+    return (
+        tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        if tensor.numel()
+        else tensor.flatten()
+    )
 
 
 def hyper_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -222,13 +240,18 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
 def snapshot(model: nn.Module, optimizer: Any) -> dict[str, dict[str, Tensor]]:
     """Clones of everything that a step changes."""
     return {
-        name: {"weight": parameter.detach().clone(), **{k: v.clone() for k, v in optimizer.state[parameter].items()}}
+        name: {
+            "weight": parameter.detach().clone(),
+            **{k: v.clone() for k, v in optimizer.state[parameter].items()},
+        }
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }
 
 
-def assert_same_snapshot(actual: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
+def assert_same_snapshot(
+    actual: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]
+) -> None:
     assert actual.keys() == expected.keys()
     for name, tensors in expected.items():
         for kind, tensor in tensors.items():
@@ -260,4 +283,6 @@ def adamw(model: nn.Module | Iterable[Any], **options: Any) -> offload.AdamW:
     """An optimizer with small tiles, so that even small models have many."""
     config = {"tile_numel": 4096, "timeout_s": 60.0, **options.pop("config", {})}
     params = two_groups(model) if isinstance(model, nn.Module) else model
-    return offload.AdamW(params, **{"mode": "wavefront", "lr": 1e-3, **options}, config=offload.OffloadConfig(**config))
+    return offload.AdamW(
+        params, **{"mode": "wavefront", "lr": 1e-3, **options}, config=offload.OffloadConfig(**config)
+    )

@@ -40,18 +40,22 @@ class BackwardWatch:
         """Outside backward: whether the last pass never ended."""
         return self._open_task != NO_TASK
 
-    def note_fire(self) -> bool:
-        """To be called in every gradient hook; False where an earlier pass was cut short by an exception."""
+    def follows_interruption(self) -> bool:
+        """In a hook: whether this is a new pass though the last one never ended."""
         task = torch._C._current_graph_task_id()
-        if task == self._task:
-            return True
-        self._task = task
-        if task == self._open_task or _is_nested(sys._getframe(1)):
-            return True
-        if self.interrupted:
-            return False
-        self._queue_end(task)
-        return True
+        return (
+            self.interrupted
+            and task not in (self._task, self._open_task)
+            and not _is_nested(sys._getframe(1))
+        )
+
+    def note_fire(self) -> None:
+        """To be called in every gradient hook whose gradient is taken."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            if task != self._open_task and not _is_nested(sys._getframe(1)):
+                self._queue_end(task)
 
     def reset(self) -> None:
         """Forget a pass that was cut short."""
@@ -63,8 +67,11 @@ class BackwardWatch:
         except RuntimeError as error:
             if not self._warned:
                 self._warned = True
-                logger.warning("autograd takes no end-of-backward callback here (%s): backward passes are told apart "
-                               "by counts alone", error)
+                logger.warning(
+                    "autograd takes no end-of-backward callback here (%s): backward passes are told apart "
+                    "by counts alone",
+                    error,
+                )
         else:
             self._open_task = task
 

@@ -81,7 +81,10 @@ class DeviceStepper:
         for chunk in chunks:
             self._chunks[chunk.index] = chunk
             state = [self._zeros(chunk.numel, torch.float32) for _ in range(1 + len(self.rule.state_names))]
-            sums = self._zeros(chunk.numel // ALIGN, torch.float64), self._zeros(chunk.numel // ALIGN, torch.uint8)
+            sums = (
+                self._zeros(chunk.numel // ALIGN, torch.float64),
+                self._zeros(chunk.numel // ALIGN, torch.uint8),
+            )
             self._sums[chunk.index] = sums
             for span in chunk.spans:
                 self._params[span.param] = self._make(records[span.param], chunk.index, span, state, sums)
@@ -197,8 +200,10 @@ class DeviceStepper:
             return
         resident.record.shaped(resident.master).copy_(master)
         if not torch.equal(resident.master.to(weight.dtype), weight):
-            raise ParameterError(f"masters= of {resident.record.name} do not round to the model's weights: the weights were "
-                                 "changed after cast_compute_weights; cast again, or leave masters out")
+            raise ParameterError(
+                f"masters= of {resident.record.name} do not round to the model's weights: the weights were "
+                "changed after cast_compute_weights; cast again, or leave masters out"
+            )
 
     def _waiting(self) -> list[_Resident]:
         return [resident for resident in self._params.values() if resident.waits]

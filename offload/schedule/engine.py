@@ -98,7 +98,7 @@ class Engine:
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
         self._watch = BackwardWatch(self._ledger.end_backward)
         self._hooks: list[RemovableHandle] = []
-        self._rows: Rows | None = None
+        self._rows: dict[int, np.ndarray] | None = None
         self._snapshot: list[dict[str, Any]] | None = None
         self._begun = False
         self._hook_seconds = 0.0
@@ -125,6 +125,10 @@ class Engine:
         self.chunks += chunks
         for chunk in chunks:
             self._ledger.add_chunk(chunk.index, [span.param for span in chunk.spans])
+            if (
+                self._rows is not None
+            ):  # added between backward and step(), where the others' rows are fixed already
+                self._rows[chunk.index] = self._chunk_rows(chunk, coefficient=1.0)
         for record in records:
             record.note_weight()
             self._hooks.append(self._hook(record))
@@ -139,7 +143,8 @@ class Engine:
             self._receive(record)
             self._hook_seconds += time.perf_counter() - start
 
-        return record.param.register_post_accumulate_grad_hook(on_gradient)
+        handle: RemovableHandle = record.param.register_post_accumulate_grad_hook(on_gradient)
+        return handle
 
     # Backward ---------------------------------------------------------------------------------------------------
 
@@ -148,10 +153,11 @@ class Engine:
         gradient, record.param.grad = record.param.grad, None
         if gradient is None or self._worker.failed:
             return
-        if not self._watch.note_fire() and self._ledger.touched:
+        if self._ledger.touched and self._watch.follows_interruption():
             raise MidStepError(self._unfinished("an earlier backward pass ended with an exception"))
         if self._ledger.is_extra(record.index):
             raise UndeclaredBackwardError(self._extra(record))
+        self._watch.note_fire()
         self._begin()
         self._take_in(record, record.flat_gradient(gradient))
 
@@ -204,9 +210,11 @@ class Engine:
             raise MidStepError(self._unfinished("the last backward pass ended with an exception"))
         self._take_assigned_gradients()
         if not self._ledger.touched:
-            raise NoGradientError("step(): no gradient has arrived since the last step. Call loss.backward() first; if "
-                                  "it ran, its graph does not reach this optimizer's parameters (were they replaced "
-                                  "after the optimizer was built?)")
+            raise NoGradientError(
+                "step(): no gradient has arrived since the last step. Call loss.backward() first; if "
+                "it ran, its graph does not reach this optimizer's parameters (were they replaced "
+                "after the optimizer was built?)"
+            )
         self._check_hyperparameters()
         self._note_short_step()
         verdict = self._judge_first() if self.policy.needs_norm_first else None
@@ -228,8 +236,10 @@ class Engine:
         culprit = self._first_nonfinite()
         if culprit is not None and self.policy.nonfinite == "raise":
             self.discard()
-            raise NonFiniteGradientError(f"the gradient of {culprit.name} holds an inf or a NaN (nonfinite='raise'); "
-                                         "nothing was changed and the gradients were dropped")
+            raise NonFiniteGradientError(
+                f"the gradient of {culprit.name} holds an inf or a NaN (nonfinite='raise'); "
+                "nothing was changed and the gradients were dropped"
+            )
         verdict = judge(
             self._norm(),
             nonfinite=culprit is not None,
@@ -237,7 +247,9 @@ class Engine:
             skip_nonfinite=self.policy.nonfinite == "skip",
         )
         if verdict.skip and culprit is not None:
-            logger.warning("step %d skipped: the gradient of %s holds an inf or a NaN", self.num_steps + 1, culprit.name)
+            logger.warning(
+                "step %d skipped: the gradient of %s holds an inf or a NaN", self.num_steps + 1, culprit.name
+            )
         return verdict
 
     def _conclude(self, verdict: Verdict, start: float) -> None:
@@ -265,8 +277,10 @@ class Engine:
             if record.param.grad is None:
                 continue
             if self._ledger.is_stepped(record.index):
-                raise GradientError(f"{record.name} has a gradient in .grad, but its update of this step was applied "
-                                    "during backward; assign gradients before backward, or set .grad to None")
+                raise GradientError(
+                    f"{record.name} has a gradient in .grad, but its update of this step was applied "
+                    "during backward; assign gradients before backward, or set .grad to None"
+                )
             self._begin()
             gradient, record.param.grad = record.param.grad, None
             self._ledger.note_fire(record.index)
@@ -275,14 +289,20 @@ class Engine:
     def _note_short_step(self) -> None:
         most = max(self._ledger.fires(index) for index in self.records)
         if most < self.policy.accumulation_steps:
-            logger.info("step %d: %d of %d declared micro-batches came; stepping with what arrived",
-                        self.num_steps + 1, most, self.policy.accumulation_steps)
+            logger.info(
+                "step %d: %d of %d declared micro-batches came; stepping with what arrived",
+                self.num_steps + 1,
+                most,
+                self.policy.accumulation_steps,
+            )
 
     # Norm and hyperparameters -----------------------------------------------------------------------------------
 
     def _spans(self) -> Iterable[tuple[Chunk, Span]]:
         """The parts of all parameters that got a gradient, in the optimizer's order of parameters."""
-        spans = [(chunk, span) for chunk in self.chunks for span in chunk.spans if self._ledger.fires(span.param)]
+        spans = [
+            (chunk, span) for chunk in self.chunks for span in chunk.spans if self._ledger.fires(span.param)
+        ]
         return sorted(spans, key=lambda item: item[1].param)
 
     def _norm(self) -> float:
@@ -299,7 +319,7 @@ class Engine:
                 return self.records[span.param]
         return None
 
-    def _make_rows(self, *, coefficient: float) -> Rows:
+    def _make_rows(self, *, coefficient: float) -> dict[int, np.ndarray]:
         return {chunk.index: self._chunk_rows(chunk, coefficient) for chunk in self.chunks}
 
     def _chunk_rows(self, chunk: Chunk, coefficient: float) -> np.ndarray:
@@ -309,7 +329,10 @@ class Engine:
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
         groups = {id(record.group): record.group for record in self.records.values()}
-        return [{key: _value(value) for key, value in group.items() if key != "params"} for group in groups.values()]
+        return [
+            {key: _value(value) for key, value in group.items() if key != "params"}
+            for group in groups.values()
+        ]
 
     def _check_hyperparameters(self) -> None:
         if self._snapshot is None:
@@ -339,8 +362,10 @@ class Engine:
         """
         self._worker.raise_error()
         if not self.untouched:
-            raise MidStepError(f"{what} between backward and step(): {self._some_stepped()} already hold the new step, "
-                               "others the old one; call step() first")
+            raise MidStepError(
+                f"{what} between backward and step(): {self._some_stepped()} already hold the new step, "
+                "others the old one; call step() first"
+            )
 
     def discard(self) -> None:
         """Forget the gradients since the last step.
@@ -351,9 +376,11 @@ class Engine:
         if not self._ledger.touched and not self._watch.interrupted:
             return
         if not self.untouched:
-            raise MidStepError(f"zero_grad() after a backward whose gradients were partly applied: {self._some_stepped()} "
-                               "already hold the new step. Call step() first; to be able to drop a step, use "
-                               "max_grad_norm= or nonfinite='skip', with which nothing is applied before step()")
+            raise MidStepError(
+                f"zero_grad() after a backward whose gradients were partly applied: {self._some_stepped()} "
+                "already hold the new step. Call step() first; to be able to drop a step, use "
+                "max_grad_norm= or nonfinite='skip', with which nothing is applied before step()"
+            )
         self.reset()
 
     def reset(self) -> None:
@@ -414,8 +441,12 @@ class Engine:
             record.note_weight()
         if changed:
             names = ", ".join(self.records[index].name for index in sorted(changed)[:3])
-            logger.warning("weights of %d parameter(s) were changed outside the optimizer (%s ...): their masters were "
-                           "taken anew from the weights, the moments were kept", len(changed), names)
+            logger.warning(
+                "weights of %d parameter(s) were changed outside the optimizer (%s ...): their masters were "
+                "taken anew from the weights, the moments were kept",
+                len(changed),
+                names,
+            )
 
     # Words ------------------------------------------------------------------------------------------------------
 
@@ -429,16 +460,22 @@ class Engine:
     def _unfinished(self, what: str) -> str:
         if self.untouched:
             return f"{what}; its gradients are incomplete: call zero_grad() to drop them, then run backward again"
-        return (f"{what} after {self._some_stepped()} had been updated, so the state is part old, part new; load the last "
-                "checkpoint (load_state_dict) to go on")
+        return (
+            f"{what} after {self._some_stepped()} had been updated, so the state is part old, part new; load the last "
+            "checkpoint (load_state_dict) to go on"
+        )
 
     def _extra(self, record: ParamRecord) -> str:
         declared = self.policy.accumulation_steps
-        applied = f" ({self._some_stepped()} already hold step {self.num_steps + 1})" if not self.untouched else ""
-        return (f"{record.name} got a gradient of one backward pass more than the {declared} declared for step "
-                f"{self.num_steps + 1}{applied}. Call step() after {declared} backward pass(es), or declare more: "
-                f"accumulation_steps={declared + 1}, or `with opt.accumulate(): loss.backward()` for all but the last. "
-                "The gradient was dropped; step() still applies what came before it")
+        applied = (
+            f" ({self._some_stepped()} already hold step {self.num_steps + 1})" if not self.untouched else ""
+        )
+        return (
+            f"{record.name} got a gradient of one backward pass more than the {declared} declared for step "
+            f"{self.num_steps + 1}{applied}. Call step() after {declared} backward pass(es), or declare more: "
+            f"accumulation_steps={declared + 1}, or `with opt.accumulate(): loss.backward()` for all but the last. "
+            "The gradient was dropped; step() still applies what came before it"
+        )
 
 
 def _block_range(span: Span) -> tuple[int, int]:

@@ -94,7 +94,9 @@ class TilePlan:
 class Pipeline:
     """What the jobs share. Slots of weights and all issuing belong to the copier's thread, the backend to the worker's."""
 
-    def __init__(self, transport: Transport, backend: Backend, to_host: Ring, to_device: Ring, clock: StageClock) -> None:
+    def __init__(
+        self, transport: Transport, backend: Backend, to_host: Ring, to_device: Ring, clock: StageClock
+    ) -> None:
         self.transport = transport
         self.backend = backend
         self.to_host = to_host
@@ -193,13 +195,16 @@ class _SlotJob:
                 Copy(slot[start : start + piece.numel], _part(arrival.flat, piece))
                 for arrival, piece, start in self._sources
             ]
-            self._transfer = self._pipe.transport.issue_to_host(copies, [arrival.ready for arrival, *_ in self._sources])
+            self._transfer = self._pipe.transport.issue_to_host(
+                copies, [arrival.ready for arrival, *_ in self._sources]
+            )
         self._pipe.clock.count("bytes_to_host", self._transfer.num_bytes)
         self._sources = ()
 
     def _wait(self) -> Array:
         """Until the copies have ended; the slot's contents as kernels see them."""
-        assert self._in is not None and self._transfer is not None
+        assert self._in is not None
+        assert self._transfer is not None
         with self._pipe.clock.stage("wait_gradient"):
             self._pipe.transport.wait(self._transfer)
         self._transfer = None
@@ -254,7 +259,11 @@ class StepTile(_SlotJob):
         after: Sequence[Ready] = (),
         with_sums: bool = True,
     ) -> None:
-        sources = () if arrivals is None else [(a, p, p.tile_start) for a, p in zip(arrivals, plan.pieces, strict=True)]
+        sources = (
+            ()
+            if arrivals is None
+            else [(a, p, p.tile_start) for a, p in zip(arrivals, plan.pieces, strict=True)]
+        )
         super().__init__(pipe, plan.kind.grad, plan.numel, sources, sends=True)
         self._plan, self._gradients = plan, gradients
         self._from_device = arrivals is not None
@@ -280,7 +289,9 @@ class StepTile(_SlotJob):
 class MeasureTile:
     """Squared sums of what is held and accumulated in one tile; changes nothing."""
 
-    def __init__(self, pipe: Pipeline, plan: TilePlan, gradients: HostGradients, launches: Sequence[Launch]) -> None:
+    def __init__(
+        self, pipe: Pipeline, plan: TilePlan, gradients: HostGradients, launches: Sequence[Launch]
+    ) -> None:
         self._pipe, self._plan, self._gradients, self._launches = pipe, plan, gradients, launches
 
     def issue(self) -> bool:
@@ -317,7 +328,9 @@ class _PieceJob(_SlotJob):
 
     def _accumulate(self, gradient: Array, *, first: bool) -> None:
         with self._pipe.clock.stage("accumulate"):
-            self._pipe.backend.accumulate(gradient, self._gradients.accumulated(self._chunk)[self._range], first)
+            self._pipe.backend.accumulate(
+                gradient, self._gradients.accumulated(self._chunk)[self._range], first
+            )
 
 
 class AccumulatePiece(_PieceJob):
@@ -395,7 +408,9 @@ class LoadTile(_SlotJob):
 class StoreTile(_SlotJob):
     """Compute weights of one tile written anew from the masters, for the pieces of `params`."""
 
-    def __init__(self, pipe: Pipeline, plan: TilePlan, params: Collection[int], after: Sequence[Ready]) -> None:
+    def __init__(
+        self, pipe: Pipeline, plan: TilePlan, params: Collection[int], after: Sequence[Ready]
+    ) -> None:
         super().__init__(pipe, plan.kind.weight, plan.numel, sends=True)
         self._plan, self._after = plan, after
         self._wanted = [piece.param in params for piece in plan.pieces]

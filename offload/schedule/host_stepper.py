@@ -122,7 +122,10 @@ class HostStepper:
         part = slice(span.start, span.start + span.numel)
         return {
             "master": chunk.master[part],
-            **{name: moment[part] for name, moment in zip(self._state.rule.state_names, chunk.moments, strict=True)},
+            **{
+                name: moment[part]
+                for name, moment in zip(self._state.rule.state_names, chunk.moments, strict=True)
+            },
         }
 
     def block_sums(self, chunk: int) -> BlockSums:
@@ -162,7 +165,9 @@ class HostStepper:
         self._prepare(self._variant(record, fresh=True, adds=True))
         self._accumulated.add(record.index)
         for plan, piece in self._places[record.index]:
-            self._worker.submit(AccumulatePiece(self._pipe, plan, self._gradients, piece, arrival, first=first))
+            self._worker.submit(
+                AccumulatePiece(self._pipe, plan, self._gradients, piece, arrival, first=first)
+            )
 
     def hold(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.hold`."""
@@ -272,7 +277,9 @@ class HostStepper:
             if plan.key not in self._early and any(piece.param in waiting for piece in plan.pieces)
         ]
 
-    def _submit_step(self, plan: TilePlan, rows: Rows, *, from_device: bool, after: Sequence[Ready] = ()) -> None:
+    def _submit_step(
+        self, plan: TilePlan, rows: Rows, *, from_device: bool, after: Sequence[Ready] = ()
+    ) -> None:
         self._worker.submit(
             StepTile(
                 self._pipe,
@@ -351,7 +358,7 @@ class HostStepper:
         return [self._transport.record_ready()] if records else []
 
     def _make_pipeline(self, config: OffloadConfig, element_bytes: int) -> Pipeline:
-        """On the worker's thread: start the backend (its threads inherit what the worker set), then touch and pin the rings."""
+        """On the worker's thread: start the backend, whose team inherits what the worker set, then make the rings."""
         self._transport.attach_thread()
         self._backend.start()
         slot_bytes = config.tile_numel * element_bytes
@@ -368,4 +375,5 @@ class HostStepper:
             )
             self._rings.append(slab)
             rings.append(Ring(slab, config.ring_slots, slot_bytes))
-        return Pipeline(self._transport, self._backend, *rings, self._clock)
+        to_host, to_device = rings
+        return Pipeline(self._transport, self._backend, to_host, to_device, self._clock)

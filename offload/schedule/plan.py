@@ -68,7 +68,7 @@ class Plan:
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        amounts = (f"device {_gib(self.device_bytes)}, host {_gib(self.host_bytes)}, pinned {_gib(self.pinned_bytes)}")
+        amounts = f"device {_gib(self.device_bytes)}, host {_gib(self.host_bytes)}, pinned {_gib(self.pinned_bytes)}"
         return "\n".join([f"mode {self.mode}: {amounts}", *(f"  - {reason}" for reason in self.reasons)])
 
 
@@ -92,7 +92,9 @@ def plan(requested: str, workload: Workload, machine: Machine) -> Plan:
         pinned = workload.ring_bytes if machine.device != "cpu" else 0
         reasons = [reason, _host_reason(workload)]
         if workload.host_bytes > machine.available_host_bytes:
-            reasons.append(f"beware: only {_gib(machine.available_host_bytes)} of host memory are available right now")
+            reasons.append(
+                f"beware: only {_gib(machine.available_host_bytes)} of host memory are available right now"
+            )
         made = Plan(mode, 0, workload.host_bytes, pinned, tuple(reasons))
         _require("host_budget", machine.host_budget, made.host_bytes, mode)
         _require("pinned_budget", machine.pinned_budget, made.pinned_bytes, mode)
@@ -116,7 +118,11 @@ def _choose(workload: Workload, machine: Machine) -> tuple[str, str]:
 
 def _host_reason(workload: Workload) -> str:
     parts = [f"state {_gib(workload.state_bytes)}", f"rings {_gib(workload.ring_bytes)}"]
-    held = "kept until the verdict of each step" if workload.holds_gradients else "of the observed first step only"
+    held = (
+        "kept until the verdict of each step"
+        if workload.holds_gradients
+        else "of the observed first step only"
+    )
     parts.append(f"gradients {_gib(workload.gradient_bytes)} ({held})")
     if workload.accumulates:
         parts.append(f"accumulators {_gib(4 * workload.numel)}")
@@ -125,9 +131,11 @@ def _host_reason(workload: Workload) -> str:
 
 def _require(what: str, limit: int | None, need: int, mode: str) -> None:
     if limit is not None and need > limit:
-        raise MemoryBudgetError(f"mode={mode!r} needs {need} bytes ({_gib(need)}), {what} is {limit} bytes "
-                                f"({_gib(limit)}): {need - limit} bytes are missing. Raise the budget, shard over more "
-                                "ranks, or choose another mode")
+        raise MemoryBudgetError(
+            f"mode={mode!r} needs {need} bytes ({_gib(need)}), {what} is {limit} bytes "
+            f"({_gib(limit)}): {need - limit} bytes are missing. Raise the budget, shard over more "
+            "ranks, or choose another mode"
+        )
 
 
 def _gib(num_bytes: int) -> str:

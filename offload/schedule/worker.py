@@ -115,7 +115,10 @@ class Worker:
         targets = {"worker": _compute_all, "copier": _copy_all}
         self._threads = [
             threading.Thread(
-                target=target, args=(self._inbox, computing, self._outcome), name=f"{name}-{role}", daemon=True
+                target=target,
+                args=(self._inbox, computing, self._outcome),
+                name=f"{name}-{role}",
+                daemon=True,
             )
             for role, target in targets.items()
         ]
@@ -167,7 +170,9 @@ class Worker:
         call = Call(function, on_copier=on_copier)
         self.submit(call)
         try:
-            error = call.future.exception(self._timeout_s)  # not result(): errors that are timeouts are told apart
+            error = call.future.exception(
+                self._timeout_s
+            )  # not result(): errors that are timeouts are told apart
         except FutureTimeout:
             self._outcome.fail(self._late("did not finish"))
             self.raise_error()
@@ -187,13 +192,17 @@ class Worker:
         if not self._inbox.put(_END, CLOSE_TIMEOUT_S):
             logger.warning("the offload worker did not take its end; its threads are left behind as daemons")
             return
-        for thread in self._threads:
-            if thread is not threading.current_thread():
+        if (
+            threading.current_thread() not in self._threads
+        ):  # a finalizer there: each of them waits for the other
+            for thread in self._threads:
                 thread.join(CLOSE_TIMEOUT_S)
 
     def _late(self, what: str) -> DeadlineError:
-        return DeadlineError(f"the offload worker {what} within {self._timeout_s} s (config.timeout_s); it may hang in "
-                             "a copy or a kernel, or the machine is overloaded")
+        return DeadlineError(
+            f"the offload worker {what} within {self._timeout_s} s (config.timeout_s); it may hang in "
+            "a copy or a kernel, or the machine is overloaded"
+        )
 
 
 class _Outcome:

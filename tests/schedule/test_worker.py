@@ -410,11 +410,11 @@ def test_call_from_an_own_thread_runs_at_once(make_worker: Callable[..., Worker]
 def test_close_from_an_own_thread_waits_for_nobody(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, on_copier: bool
 ) -> None:
-    monkeypatch.setattr(worker_module, "CLOSE_TIMEOUT_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(worker_module, "CLOSE_TIMEOUT_S", DEADLINE_S)
     worker = make_worker()
     worker.call(worker.close, on_copier=on_copier)
     for thread in threads():
-        thread.join(DEADLINE_S)
+        thread.join(DEADLINE_S / 2)
     assert threads() == []
 
 

@@ -1,0 +1,608 @@
+"""The contract of torch optimizers, bad input, failures and lifetimes. Rows of the fault list are named F<n>."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.transfer.pinned import mapped_bytes
+from tests.training import (
+    Recorder,
+    Reference,
+    adamw,
+    assert_matches_reference,
+    assert_same_snapshot,
+    batches,
+    hyper_by_name,
+    loss_of,
+    make_decoder,
+    snapshot,
+    train,
+    two_groups,
+    use_lanes,
+)
+
+MODES = ["wavefront", "resident"]
+
+
+def parameter(dtype: torch.dtype = torch.bfloat16, **options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(8, 8, dtype=dtype, **options))
+
+
+# Bad input --------------------------------------------------------------------------------------------------
+
+BAD_PARAMETERS = {
+    "fp16": (lambda: parameter(torch.float16), r"layer\.weight.*float16.*cast_compute_weights"),
+    "fp64": (lambda: parameter(torch.float64), r"layer\.weight.*float64"),
+    "complex": (lambda: parameter(torch.complex64), r"layer\.weight.*complex64"),
+    "meta": (lambda: parameter(device="meta"), r"layer\.weight.*meta.*materialize"),
+    "sparse": (lambda: nn.Parameter(torch.eye(8).to_sparse()), r"layer\.weight.*dense"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PARAMETERS)
+def test_f35_unsupported_parameters_are_named_and_leave_nothing_behind(kind: str) -> None:
+    make, message = BAD_PARAMETERS[kind]
+    before = mapped_bytes(), threading.active_count()
+    with pytest.raises(offload.UnsupportedDtypeError, match=message) as caught:
+        offload.AdamW([("fine", parameter()), ("layer.weight", make())], mode="wavefront")
+    assert isinstance(caught.value, TypeError)
+    assert (mapped_bytes(), threading.active_count()) == before
+
+
+BAD_OPTIONS = {
+    "mode": ({"mode": "wave"}, r"mode='wave'.*'wavefront'"),
+    "backend": ({"backend": "cuda"}, r"backend='cuda'.*'numba'"),
+    "lr": ({"lr": -1.0}, r"lr=-1\.0"),
+    "lr nan": ({"lr": float("nan")}, "lr=nan"),
+    "lr tensor": ({"lr": torch.ones(2)}, "lr is a tensor of 2 elements"),
+    "betas": ({"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\)"),
+    "eps": ({"eps": -1e-8}, "eps=-1e-08"),
+    "weight_decay": ({"weight_decay": -0.1}, r"weight_decay=-0\.1"),
+    "max_grad_norm": ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0"),
+    "clip": ({"clip": "sometimes"}, "clip='sometimes'"),
+    "nonfinite": ({"nonfinite": "ignore"}, "nonfinite='ignore'"),
+    "accumulation_steps": ({"accumulation_steps": 0}, "accumulation_steps=0"),
+    "host_budget": ({"config": {"host_budget": 100}}, "host_budget is 100 bytes.*missing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options_are_named_and_leave_nothing_behind(case: str) -> None:
+    options, message = BAD_OPTIONS[case]
+    before = mapped_bytes(), threading.active_count()
+    with pytest.raises((offload.ConfigError, offload.MemoryBudgetError), match=message):
+        adamw([("a", parameter())], **options)
+    assert (mapped_bytes(), threading.active_count()) == before
+
+
+@pytest.mark.parametrize("params", [[], [nn.Parameter(torch.zeros(3), requires_grad=False)]])
+def test_nothing_to_optimize(params: list[nn.Parameter]) -> None:
+    with pytest.raises(offload.ConfigError, match="params"):
+        offload.AdamW(params)
+
+
+@pytest.mark.parametrize("flag", ["amsgrad", "capturable", "differentiable"])
+def test_unsupported_flags_of_groups_are_refused(flag: str) -> None:
+    with pytest.raises(offload.ConfigError, match=flag):
+        offload.AdamW([{"params": [parameter()], flag: True}])
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True, dtype=torch.bfloat16)
+    with (
+        adamw([("embedding.weight", embedding.weight)]),
+        pytest.raises(offload.GradientError, match=r"embedding\.weight.*sparse"),
+    ):
+        embedding(torch.tensor([1])).sum().backward()
+
+
+def test_masters_that_do_not_fit_the_weights_are_refused() -> None:
+    model = make_decoder()
+    masters = offload.cast_compute_weights(model)
+    with torch.no_grad():
+        model.head.weight.add_(1.0)
+    with pytest.raises(offload.ParameterError, match=r"head\.weight"):
+        adamw(model, masters=masters)
+
+
+def test_grad_scaler_is_refused() -> None:
+    model = make_decoder()
+    with adamw(model) as optimizer:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, batches(1)[0])).backward()
+        with pytest.raises((offload.ConfigError, AssertionError), match=r"GradScaler|inf checks"):
+            scaler.step(optimizer)
+
+
+# The contract -----------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_torch_optimizer_with_its_keys() -> None:
+    with adamw([parameter()]) as optimizer:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert set(optimizer.param_groups[0]) == {"params", *torch.optim.AdamW([parameter()]).defaults}
+        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq", "master"}
+
+
+def test_f2_fp32_parameters_stay_fp32_and_have_no_master() -> None:
+    model = make_decoder()
+    offload.cast_compute_weights(model, keep_fp32="norm")
+    with adamw(model) as optimizer:
+        train(model, optimizer, batches(2))
+        for name, p in model.named_parameters():
+            assert p.dtype is (torch.float32 if "norm" in name else torch.bfloat16)
+            assert ("master" in optimizer.state[p]) is (p.dtype is torch.bfloat16)
+
+
+def test_f3_small_updates_add_up() -> None:
+    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    with adamw([("w", weight)], lr=6e-4, weight_decay=0.0) as optimizer:
+        for _ in range(100):
+            weight.sum().backward()
+            optimizer.step()
+    assert torch.allclose(weight.float(), torch.full((64,), 1 - 0.06), atol=4e-3)
+
+
+SCHEDULERS = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1.0 / (step + 1)),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(
+        o, max_lr=0.01, total_steps=20, cycle_momentum=True
+    ),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=5),
+}
+
+
+@pytest.mark.parametrize("after_first_step", [False, True])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_f23_schedulers(kind: str, after_first_step: bool) -> None:
+    model = make_decoder()
+    masters = offload.cast_compute_weights(model)
+    reference, recorder = Reference(dict(masters)), Recorder(model)
+    with adamw(model, masters=masters) as optimizer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if after_first_step:
+            train(model, optimizer, batches(1), recorder=recorder, reference=reference)
+        scheduler = SCHEDULERS[kind](optimizer)
+        train(model, optimizer, batches(8), recorder=recorder, reference=reference, scheduler=scheduler)
+        assert_matches_reference(model, optimizer, reference)
+
+
+def test_f23_lr_zero_stops_the_weights() -> None:
+    model = make_decoder()
+    with adamw(model) as optimizer:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        before = [p.detach().clone() for p in model.parameters()]
+        train(model, optimizer, batches(2))
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_f24_decay_order_and_eps() -> None:
+    model = make_decoder()
+    masters = offload.cast_compute_weights(model)
+    reference, recorder = Reference(dict(masters)), Recorder(model)
+    options = {"lr": torch.tensor(0.1), "weight_decay": 0.5, "eps": 1e-3}
+    with adamw(model.named_parameters(), masters=masters, **options) as optimizer:
+        train(model, optimizer, batches(50), recorder=recorder, reference=reference)
+        assert_matches_reference(model, optimizer, reference)
+
+
+def test_maximize() -> None:
+    model = make_decoder()
+    masters = offload.cast_compute_weights(model)
+    reference, recorder = Reference(dict(masters)), Recorder(model)
+    with adamw(model, masters=masters, maximize=True) as optimizer:
+        train(model, optimizer, batches(3), recorder=recorder, reference=reference)
+        assert_matches_reference(model, optimizer, reference)
+
+
+def test_closures_and_step_hooks() -> None:
+    model = make_decoder()
+    with adamw(model) as optimizer:
+        calls = []
+        optimizer.register_step_pre_hook(lambda *args: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *args: calls.append("post"))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batches(1)[0])
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(4)]
+        assert losses[-1] < losses[0]
+        assert calls == ["pre", "post"] * 4
+
+
+def test_a_group_added_in_mid_training() -> None:
+    model = make_decoder()
+    masters = offload.cast_compute_weights(model)
+    reference, recorder = Reference(dict(masters)), Recorder(model)
+    first = [(n, p) for n, p in model.named_parameters() if not n.startswith("head")]
+    with adamw(first, masters=masters) as optimizer:
+        data = batches(6)
+        for ids in data[:3]:
+            loss_of(model, ids).backward()
+            gradients = {n: g for n, g in recorder.take().items() if n != "head.weight"}
+            model.head.weight.grad = None
+            reference.step(gradients, {**hyper_by_name(optimizer, model)})
+            optimizer.step()
+        optimizer.add_param_group({"params": [("head.weight", model.head.weight)], "lr": 1e-2})
+        train(model, optimizer, data[3:], recorder=recorder, reference=reference)
+        assert optimizer.state[model.head.weight]["step"] == 3
+        head = optimizer.state.pop(model.head.weight)
+        optimizer.state[model.head.weight] = head
+        assert torch.equal(model.head.weight, head["master"].bfloat16())
+        with pytest.raises(offload.UnsupportedDtypeError):
+            optimizer.add_param_group({"params": [("half", parameter(torch.float16))]})
+        assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(copier: Any) -> None:
+    with adamw([parameter()]) as optimizer, pytest.raises(offload.StateError, match="state_dict"):
+        copier(optimizer)
+
+
+def test_sign_sgd_follows_its_formula() -> None:
+    weight = nn.Parameter(torch.randn(3000, dtype=torch.bfloat16))
+    master = weight.detach().float()
+    config = offload.OffloadConfig(tile_numel=1024)
+    with offload.SignSGD(
+        [("w", weight)], lr=0.01, weight_decay=0.1, mode="wavefront", config=config
+    ) as optimizer:
+        for _ in range(4):
+            gradient = torch.randn(3000, dtype=torch.bfloat16)
+            (weight * gradient).sum().backward()
+            master = master * torch.tensor(1 - 0.01 * 0.1) + torch.tensor(-0.01) * gradient.float().sign()
+            optimizer.step()
+        assert torch.equal(optimizer.state[weight]["master"], master)
+        assert torch.equal(weight, master.bfloat16())
+        assert set(optimizer.state[weight]) == {"step", "master"}
+
+
+# Weights behind the optimizer's back ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_f1_weights_loaded_into_the_model_are_taken_up(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, other = make_decoder(0), make_decoder(1)
+    for each in (model, other):
+        offload.cast_compute_weights(each)
+    with adamw(model, mode=mode) as optimizer:
+        for group in optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
+        train(model, optimizer, batches(2))
+        model.load_state_dict(other.state_dict())
+        train(model, optimizer, batches(1))
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert torch.equal(optimizer.state[p]["master"], q.float())
+        assert "changed outside the optimizer" in caplog.text
+
+
+def test_f1_resync_after_a_write_that_torch_hides() -> None:
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model) as optimizer:
+        train(model, optimizer, batches(2))
+        model.head.weight.data.copy_(torch.randn_like(model.head.weight))
+        assert optimizer.resync() == ["head.weight"]
+        assert torch.equal(optimizer.state[model.head.weight]["master"], model.head.weight.float())
+        assert optimizer.resync() == []
+
+
+def test_weights_loaded_after_the_optimizers_state_keep_their_masters() -> None:
+    """Restoring optimizer first, model second is fine: the weights agree with the masters that were loaded."""
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model) as optimizer:
+        train(model, optimizer, batches(3))
+        saved, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+        expected = snapshot(model, optimizer)
+    fresh = make_decoder(7)
+    offload.cast_compute_weights(fresh)
+    with adamw(fresh) as optimizer:
+        optimizer.load_state_dict(saved)
+        fresh.load_state_dict(weights)
+        optimizer.resync()
+        assert_same_snapshot(snapshot(fresh, optimizer), expected)
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_f26_f29_resumed_training_has_the_bits_of_the_uninterrupted_run(mode: str) -> None:
+    def build(seed: int, **options: Any) -> tuple[nn.Module, offload.AdamW]:
+        model = make_decoder(seed)
+        masters = offload.cast_compute_weights(model, keep_fp32="norm")
+        return model, adamw(model, masters=masters, mode=mode, **options)
+
+    data = batches(12)
+    model, optimizer = build(0)
+    train(model, optimizer, data[:8])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, data[8:])
+    expected = snapshot(model, optimizer)
+    optimizer.close()
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed, optimizer = build(1, lr=0.7, betas=(0.1, 0.2))
+    resumed.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    train(resumed, optimizer, data[8:])
+    assert_same_snapshot(snapshot(resumed, optimizer), expected)
+    optimizer.close()
+
+
+def test_state_goes_both_ways_between_us_and_torch_for_fp32() -> None:
+    ours, theirs = make_decoder(), make_decoder()
+    with adamw(two_groups(ours)) as optimizer:
+        train(ours, optimizer, batches(3))
+        other = torch.optim.AdamW(two_groups(theirs), fused=True)
+        theirs.load_state_dict(ours.state_dict())
+        other.load_state_dict(optimizer.state_dict())
+        train(theirs, other, batches(2))
+        ours.load_state_dict(theirs.state_dict())
+        optimizer.load_state_dict(other.state_dict())
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(optimizer.state[p]["exp_avg_sq"], other.state[q]["exp_avg_sq"])
+            assert optimizer.state[p]["step"] == 5
+        train(ours, optimizer, batches(1))
+
+
+def test_f4_moments_without_masters(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    plain = torch.optim.AdamW(two_groups(model))
+    train(model, plain, batches(2))
+    with adamw(model) as optimizer:
+        train(model, optimizer, batches(1))
+        optimizer.load_state_dict(plain.state_dict())
+        assert "no FP32 masters" in caplog.text
+        assert torch.equal(optimizer.state[model.head.weight]["master"], model.head.weight.float())
+
+
+def test_f27_reading_state_in_mid_accumulation_leaves_no_trace() -> None:
+    model = make_decoder()
+    masters = offload.cast_compute_weights(model)
+    reference, recorder = Reference(dict(masters)), Recorder(model)
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    with adamw(model, masters=masters, accumulation_steps=2) as optimizer:
+        get_optimizer_state_dict(model, optimizer)
+        assert all(state["step"] == 0 for state in optimizer.state.values())
+        for ids in batches(3):
+            loss_of(model, ids).backward()
+            get_optimizer_state_dict(model, optimizer)
+            loss_of(model, ids.roll(1, 1)).backward()
+            reference.step(recorder.take(), hyper_by_name(optimizer, model))
+            optimizer.step()
+        assert_matches_reference(model, optimizer, reference)
+
+
+def test_f28_a_state_dict_stays_what_it_was() -> None:
+    model = make_decoder()
+    with adamw(model) as optimizer:
+        train(model, optimizer, batches(2))
+        saved = optimizer.state_dict()
+        frozen = copy.deepcopy(saved)
+        train(model, optimizer, batches(2))
+        for index, state in saved["state"].items():
+            for name, tensor in state.items():
+                assert torch.equal(tensor, frozen["state"][index][name])
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+# Timing, failures, lifetimes --------------------------------------------------------------------------------
+
+
+def test_f11_a_slow_host_holds_backward_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lane held, backward stops after as many tiles as ring and backlog hold, and goes on when it is released."""
+    (lanes,) = [use_lanes(monkeypatch)]
+    model = make_decoder(width=64)
+    offload.cast_compute_weights(model)
+    with adamw(model, config={"ring_slots": 2, "backlog_tiles": 2, "tile_numel": 1024}) as optimizer:
+        train(model, optimizer, batches(2))
+        taken: list[str] = []
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, name=name: taken.append(name))
+        lanes[0].hold("to_host")
+        backward = threading.Thread(target=loss_of(model, batches(1)[0]).backward)
+        backward.start()
+        backward.join(1.0)
+        assert backward.is_alive()
+        assert len(taken) < 5
+        lanes[0].release("to_host")
+        backward.join(30.0)
+        assert not backward.is_alive()
+        optimizer.step()
+
+
+def test_f14_weights_are_there_when_step_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_lanes(
+        monkeypatch,
+        delay=lambda lane, index: 0.01 if lane == "to_device" else 0.0,
+        poison=("to_host", "to_device"),
+    )
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model, config={"tile_numel": 32768}) as optimizer:
+        for ids in batches(2):
+            loss_of(model, ids).backward()
+            optimizer.step()
+            for name, p in model.named_parameters():
+                assert torch.equal(p, optimizer.state[p]["master"].bfloat16()), name
+
+
+@pytest.mark.parametrize("lane", ["to_host", "to_device"])
+@pytest.mark.parametrize("index", [0, 3])
+def test_f44_a_failing_copy_is_raised_at_the_next_call(
+    monkeypatch: pytest.MonkeyPatch, lane: str, index: int
+) -> None:
+    broken: list[bool] = []
+
+    def fail(which: str, number: int) -> BaseException | None:
+        if broken and which == lane:
+            broken.append(True)
+            return OSError("bus gone") if len(broken) == index + 2 else None
+        return None
+
+    use_lanes(monkeypatch, fail=fail)
+    model = make_decoder()
+    optimizer = adamw(model)
+    train(model, optimizer, batches(2))
+    broken.append(True)
+    loss_of(model, batches(1)[0]).backward()  # never raised inside a hook
+    with pytest.raises(offload.WorkerError, match="bus gone") as caught:
+        optimizer.step()
+    assert isinstance(caught.value.__cause__, OSError)
+    for call in (optimizer.step, optimizer.state_dict, optimizer.synchronize):
+        with pytest.raises(offload.WorkerError, match="bus gone"):
+            call()
+    optimizer.close()
+
+
+def test_f44_a_failing_kernel_is_raised_at_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_decoder()
+    optimizer = adamw(model)
+    train(model, optimizer, batches(2))
+    from offload.kernels.numba_backend import NumbaBackend
+
+    monkeypatch.setattr(NumbaBackend, "update", lambda *args: 1 / 0)
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(offload.WorkerError, match="ZeroDivisionError"):
+        optimizer.step()
+    optimizer.close()
+
+
+def test_a_hanging_copy_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = use_lanes(monkeypatch)
+    model = make_decoder()
+    optimizer = adamw(model, config={"timeout_s": 0.5})
+    train(model, optimizer, batches(1))
+    lanes[0].hold("to_host")
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(offload.DeadlineError, match=r"timeout_s"):
+        optimizer.step()
+    lanes[0].release("to_host")
+    optimizer.close()
+
+
+def test_f43_close_gives_everything_back_and_may_be_repeated() -> None:
+    gc.collect()
+    before = mapped_bytes(), threading.active_count()
+    model = make_decoder()
+    optimizer = adamw(model)
+    train(model, optimizer, batches(2))
+    loss_of(model, batches(1)[0]).backward()
+    optimizer.close()
+    optimizer.close()
+    assert (mapped_bytes(), threading.active_count()) == before
+    assert not optimizer.state
+    for call in (optimizer.step, optimizer.state_dict, optimizer.synchronize, optimizer.resync):
+        with pytest.raises(offload.ClosedError):
+            call()
+    loss_of(model, batches(1)[0]).backward()
+    assert model.head.weight.grad is not None  # the hooks are gone
+
+
+def test_f43_a_forgotten_optimizer_is_collected() -> None:
+    gc.collect()
+    before = mapped_bytes(), threading.active_count()
+    model = make_decoder()
+    optimizer = adamw(model)
+    train(model, optimizer, batches(1))
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+    assert (mapped_bytes(), threading.active_count()) == before
+
+
+def test_f45_two_optimizers_of_one_model_do_not_mix() -> None:
+    model = make_decoder()
+    masters = offload.cast_compute_weights(model)
+    reference, recorder = Reference(dict(masters)), Recorder(model)
+    named = list(model.named_parameters())
+    with adamw(named[::2], masters=masters) as even, adamw(named[1::2], masters=masters, lr=1e-2) as odd:
+        for index, ids in enumerate(batches(6)):
+            loss_of(model, ids).backward()
+            hyper = {**hyper_by_name(even, model), **hyper_by_name(odd, model)}
+            reference.step(recorder.take(), hyper)
+            for optimizer in (even, odd) if index % 2 else (odd, even):
+                optimizer.step()
+        for name, p in named:
+            state = even.state[p] if p in even.state else odd.state[p]
+            assert torch.equal(state["master"].flatten(), reference.state(name)["master"])
+
+
+def test_f16_state_is_complete_when_step_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_lanes(monkeypatch, delay=lambda lane, index: 0.001)
+    model = make_decoder()
+    with adamw(model) as optimizer:
+        for ids in batches(2):
+            loss_of(model, ids).backward()
+            optimizer.step()
+            now = snapshot(model, optimizer)
+            optimizer.synchronize()
+            assert_same_snapshot(snapshot(model, optimizer), now)
+
+
+@pytest.mark.slow
+def test_f44_exit_in_mid_step_is_prompt() -> None:
+    program = """
+import torch, offload
+weight = torch.nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))
+optimizer = offload.AdamW([("w", weight)], mode="wavefront", config=offload.OffloadConfig(tile_numel=1024))
+weight.sum().backward()
+print("leaving", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "leaving\n" and done.returncode == 0, done.stderr
+
+
+def test_thread_counts_of_torch_stay() -> None:
+    before = torch.get_num_threads()
+    with adamw([parameter()], config={"threads": 1}):
+        assert torch.get_num_threads() == before
+
+
+def test_modes_that_are_not_there_yet_are_refused_by_name() -> None:
+    with pytest.raises(offload.ConfigError, match="overlap_forward"):
+        adamw([parameter()], overlap_forward=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reports(mode: str) -> None:
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model, mode=mode) as optimizer:
+        assert optimizer.last_step is None
+        train(model, optimizer, batches(3))
+        report = optimizer.last_step
+        assert report.step == 3
+        assert report.mode == mode
+        assert report.grad_norm > 0
+        assert report.bytes_to_host == sum(p.nbytes for p in model.parameters())
+        assert "kernel" in report.timings
+        assert str(report).startswith("step 3")
+        assert mode in str(optimizer.plan)
