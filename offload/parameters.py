@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from offload.distributed import local_shard, shard_like
 from offload.errors import GradientError, ParameterError, UnsupportedDtypeError
 from offload.layout import Kind, ParamSpec
+from offload.sentinel import GoneGradient
 
 __all__ = ["DTYPE_NAMES", "ParamRecord", "flat_view", "make_record"]
 
@@ -33,6 +35,7 @@ class ParamRecord:
     group: dict[str, Any]
     kind: Kind
     num_steps: int = 0
+    gone: GoneGradient | None = None
     seen: tuple[int, int] = (0, 0)
 
     @property
@@ -68,6 +71,24 @@ class ParamRecord:
                 weight.shape, weight.stride(), dtype=local.dtype, device=local.device
             ).copy_(local)
         return flat_view(local, self.name)
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """Take the gradient out of ``param.grad``, if one is there, and leave a sentinel."""
+        gradient = self.param.grad
+        if gradient is None or gradient is self.gone:
+            return None
+        if isinstance(gradient, DTensor):  # its place takes nothing but another DTensor
+            self.param.grad = None
+            return gradient
+        if self.gone is None:
+            self.gone = GoneGradient(gradient, self.name)
+        self.param.grad = self.gone
+        return gradient
+
+    def clear_sentinel(self) -> None:
+        """Before the next gradient is accumulated, and when the step is over."""
+        if self.gone is not None and self.param.grad is self.gone:
+            self.param.grad = None
 
     def note_weight(self) -> None:
         """Remember the weight as it is now: masters agree with it."""

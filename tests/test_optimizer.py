@@ -577,7 +577,7 @@ weight.sum().backward()
 print("leaving", flush=True)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "leaving\n" and done.returncode == 0, done.stderr
+    assert (done.stdout, done.returncode) == ("leaving\n", 0), done.stderr
 
 
 def test_thread_counts_of_torch_stay() -> None:

@@ -34,6 +34,7 @@ SMALL = {
     "empty, transposed": lambda: torch.empty(3, 0, 2).transpose(0, 2),
     "sizes of 1": lambda: arange(1, 4, 1).transpose(0, 2),
     "size 1 with any stride": lambda: torch.as_strided(arange(4), (1, 4), (77, 1)),
+    "transposed, size 1 with any stride": lambda: torch.as_strided(arange(12), (1, 4, 3), (77, 1, 4)),
     "column": lambda: arange(1, 4).t(),
 }
 

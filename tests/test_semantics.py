@@ -459,3 +459,34 @@ def test_hyperparameters_changed_between_backward_and_step() -> None:
             optimizer.step()
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
+
+
+# Gradients that have left -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reading_a_gradient_that_has_left_raises(mode: str) -> None:
+    """`clip_grad_norm_` on nothing would return 0 and clip nothing, silently."""
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model, mode=mode) as optimizer:
+        for ids in batches(2):
+            loss_of(model, ids).backward()
+            weight = model.head.weight
+            assert weight.grad is not None and weight.grad.shape == weight.shape
+            assert "head.weight" in repr(weight.grad)
+            for read in (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), lambda: weight.grad + 1):
+                with pytest.raises(offload.GradientError, match=r"max_grad_norm"):
+                    read()
+            optimizer.step()
+            assert weight.grad is None
+            optimizer.zero_grad(set_to_none=False)
+
+
+def test_sentinels_go_when_the_optimizer_is_closed() -> None:
+    model = make_decoder()
+    optimizer = adamw(model)
+    loss_of(model, batches(1)[0]).backward()
+    optimizer.close()
+    loss_of(model, batches(1)[0]).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -20,7 +20,7 @@ from offload.kernels.blocks import NORM_BLOCK
 from offload.kernels.norm import square_sums_of_rows
 from offload.kernels.rule import AdamWRule, Rule, SignSGDRule
 
-__all__ = ["TorchBackend"]
+__all__ = ["TorchAdamWRule", "TorchBackend", "unpack_adamw_row"]
 
 #: Elements that every vector width of torch divides.
 PAD = 16
@@ -67,6 +67,12 @@ def join_double(row: np.ndarray, index: int) -> float:
     """The double that `split_double` put into columns ``PARTS * index`` and following."""
     low_first = row[PARTS * index : PARTS * (index + 1)][::-1]
     return float(np.cumsum(low_first, dtype=np.float64)[-1])
+
+
+def unpack_adamw_row(row: np.ndarray) -> dict[str, float]:
+    """The arguments of ``torch._fused_adamw_`` that a row of `TorchAdamWRule` holds, and ``step`` and ``coef``."""
+    names = {"lr": LR, "beta1": BETA1, "beta2": BETA2, "eps": EPS, "weight_decay": WEIGHT_DECAY, "step": STEP}
+    return {name: join_double(row, index) for name, index in names.items()} | {"coef": float(row[COEF])}
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,9 @@ def _write_weight(master: torch.Tensor, weight: np.ndarray) -> None:
 
 
 def _step_adamw(span: _Span, row: np.ndarray) -> None:
-    span.gradient.mul_(float(row[COEF]))
+    hyper = unpack_adamw_row(row)
+    span.gradient.mul_(hyper.pop("coef"))
+    step = hyper.pop("step")
     tensors = (span.master, span.gradient, *span.moments)
     whole = span.master.numel() // PAD * PAD
     tails = [torch.nn.functional.pad(tensor[whole:], (0, -tensor.numel() % PAD)) for tensor in tensors]
@@ -222,14 +230,10 @@ def _step_adamw(span: _Span, row: np.ndarray) -> None:
         exp_avgs,
         exp_avg_sqs,
         [],
-        [torch.tensor(join_double(row, STEP), dtype=torch.float32) for _ in masters],
-        lr=join_double(row, LR),
-        beta1=join_double(row, BETA1),
-        beta2=join_double(row, BETA2),
-        weight_decay=join_double(row, WEIGHT_DECAY),
-        eps=join_double(row, EPS),
+        [torch.tensor(step, dtype=torch.float32) for _ in masters],
         amsgrad=False,
         maximize=False,
+        **hyper,
     )
     for tensor, tail in zip(tensors, tails, strict=True):
         tensor[whole:] = tail[: tensor.numel() - whole]

@@ -131,26 +131,31 @@ class Engine:
                 self._rows[chunk.index] = self._chunk_rows(chunk, coefficient=1.0)
         for record in records:
             record.note_weight()
-            self._hooks.append(self._hook(record))
+            self._hooks += self._hooks_of(record)
 
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """The parameter's FP32 state as views shaped, strided and sharded as the parameter is."""
         return {name: record.shaped(flat) for name, flat in self._stepper.state(record).items()}
 
-    def _hook(self, record: ParamRecord) -> RemovableHandle:
-        def on_gradient(parameter: torch.Tensor) -> None:
+    def _hooks_of(self, record: ParamRecord) -> list[RemovableHandle]:
+        """Before a gradient is accumulated the sentinel of the last one must go; afterwards the gradient is taken."""
+
+        def before(gradient: torch.Tensor) -> None:
+            record.clear_sentinel()
+
+        def after(parameter: torch.Tensor) -> None:
             start = time.perf_counter()
             self._receive(record)
             self._hook_seconds += time.perf_counter() - start
 
-        handle: RemovableHandle = record.param.register_post_accumulate_grad_hook(on_gradient)
-        return handle
+        parameter = record.param
+        return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
 
     # Backward ---------------------------------------------------------------------------------------------------
 
     def _receive(self, record: ParamRecord) -> None:
         """A gradient has come: take it out of ``param.grad`` and pass it on. Runs inside backward."""
-        gradient, record.param.grad = record.param.grad, None
+        gradient = record.take_gradient()
         if gradient is None or self._worker.failed:
             return
         if self._ledger.touched and self._watch.follows_interruption():
@@ -253,6 +258,8 @@ class Engine:
         return verdict
 
     def _conclude(self, verdict: Verdict, start: float) -> None:
+        for record in self._fired():
+            record.clear_sentinel()
         self._ledger.end_step()
         self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
         self._begun, self._rows, self._snapshot = False, None, None
@@ -274,7 +281,7 @@ class Engine:
     def _take_assigned_gradients(self) -> None:
         """Gradients that stand in ``param.grad``: assigned by hand, or made while no hook was there."""
         for record in self.records.values():
-            if record.param.grad is None:
+            if record.param.grad is None or record.param.grad is record.gone:
                 continue
             if self._ledger.is_stepped(record.index):
                 raise GradientError(
@@ -282,7 +289,8 @@ class Engine:
                     "during backward; assign gradients before backward, or set .grad to None"
                 )
             self._begin()
-            gradient, record.param.grad = record.param.grad, None
+            gradient = record.take_gradient()
+            assert gradient is not None
             self._ledger.note_fire(record.index)
             self._stepper.hold(record, record.flat_gradient(gradient))
 
@@ -391,6 +399,8 @@ class Engine:
         """
         self._worker.raise_error()
         self._stepper.finish()
+        for record in self._fired():
+            record.clear_sentinel()
         self._ledger.forget()
         self._watch.reset()
         self._stepper.end_step([chunk.index for chunk in self.chunks])
@@ -429,6 +439,8 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for record in self.records.values():
+            record.clear_sentinel()
         self._stepper.close()
         self._worker.close()
 

@@ -60,13 +60,13 @@ class HostTransport:
 
     def issue_to_host(self, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
         """Copy now, "device" to host."""
-        return self._issue("to_host", copies)
+        return self._issue("to_host", copies, after)
 
     def issue_to_device(self, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
         """Copy now, host to "device"."""
-        return self._issue("to_device", copies)
+        return self._issue("to_device", copies, after)
 
-    def _issue(self, lane: LaneName, copies: Sequence[Copy]) -> Transfer:
+    def _issue(self, lane: LaneName, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
         self._check_open()
         num_bytes = check_copies(copies)
         _run_copies(copies)
@@ -146,21 +146,26 @@ class LaneTransport(HostTransport):
         """Let a held lane run again: the next ``num_transfers`` transfers only, or freely if None."""
         self._lanes[lane].release(num_transfers)
 
-    def _issue(self, lane: LaneName, copies: Sequence[Copy]) -> Transfer:
+    def _issue(self, lane: LaneName, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
         num_bytes = check_copies(copies)
+        before = [ready for ready in after if isinstance(ready, PendingCopy)]
         with self._issuing:  # the index a test sees is the order in which the lane runs
             self._check_open()
-            if lane in self._poison:
+            if lane in self._poison and all(copy.query() for copy in before):  # else somebody reads it still
                 _fill_with_poison(copies)
             index = self._counts[lane]
             self._counts[lane] += 1
             delay_s = self._delay(lane, index) if self._delay else 0.0
-            job = PendingCopy(self._runner(lane, index, copies), delay_s, self._lanes[lane])
+            job = PendingCopy(self._runner(lane, index, copies, before), delay_s, self._lanes[lane])
             self._lanes[lane].put(job)
         return Transfer(copies, job, num_bytes)
 
-    def _runner(self, lane: LaneName, index: int, copies: Sequence[Copy]) -> Callable[[], None]:
+    def _runner(
+        self, lane: LaneName, index: int, copies: Sequence[Copy], before: Sequence[PendingCopy]
+    ) -> Callable[[], None]:
         def run() -> None:
+            for copy in before:
+                copy.await_end()
             if self._fail and (error := self._fail(lane, index)) is not None:
                 raise error
             _run_copies(copies)

@@ -28,9 +28,13 @@ class PendingCopy:
 
     def synchronize(self) -> None:
         """Block until it has run; raise its error."""
-        self._lane.wait_until(lambda: self._ended, "a copy to end")
+        self.await_end()
         if self._error is not None:
             raise self._error
+
+    def await_end(self) -> None:
+        """Block until it has run, well or not."""
+        self._lane.wait_until(lambda: self._ended, "a copy to end")
 
     def wait(self) -> None:
         """Without streams, the caller itself waits."""

@@ -10,7 +10,8 @@ Rules for callers, the same for every transport:
 
 * Sources are not written, and destinations neither read nor written, between issue and wait.
 * ``after`` names everything on the device that must have happened first: whatever computes a source and, for
-  a device destination, its allocation and the last reader of its old content.
+  a device destination, its allocation and the last reader of its old content. The end of an earlier transfer
+  (``Transfer.signal``) may be among it.
 * Copies of one direction run in the order of their issue; the two directions are not ordered with each other.
 """
 
@@ -39,6 +40,10 @@ class Ready(Protocol):
 
     def query(self) -> bool:
         """Whether the stream has passed this point. Never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Make the current stream wait for this point; the calling thread goes on."""
         ...
 
 
@@ -89,7 +94,7 @@ class Transfer:
 
     @property
     def signal(self) -> Signal | None:
-        """What tells the end, for transports; None once DONE."""
+        """What tells the end, for transports and for ``after`` of other issues; None once DONE."""
         return self._signal
 
     def finish(self) -> None:

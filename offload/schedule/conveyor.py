@@ -1,0 +1,253 @@
+"""Tiles of host state on their way through a few device buffers: in, work, out.
+
+What overlaps is decided by two things that are given: the transport, whose copies are on streams of their own or in
+line with the work, and the slots, of which several let the next tiles come in while one is worked on and the one
+before it leaves. The calling thread only enqueues; it never waits for the device before `Conveyor.finish`.
+
+Three orders hold for every slot, each by one wait of a stream:
+
+* work begins when the tile has come in (``wait_on_stream``);
+* a tile leaves when its work is done (the ready point that is recorded after it);
+* the next tile comes in when the last one has left (``Slot.free``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from offload.layout import ALIGN
+from offload.report import StageClock
+from offload.schedule.stream_state import StreamTile
+from offload.transfer.transport import Copy, Ready, Transfer, Transport
+
+__all__ = ["Conveyor", "FixedSlots", "FreshSlots", "SlotView", "Slots", "Trip"]
+
+
+class PieceView(NamedTuple):
+    """A parameter's part of a tile on the device: FP32 state; sums and flags per block of `ALIGN` elements."""
+
+    state: tuple[torch.Tensor, ...]
+    sums: torch.Tensor
+    nonfinite: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """A slot as one tile sees it: the copies to be made, and its pieces in the order of the tile's."""
+
+    copies_in: tuple[Copy, ...]
+    copies_out: tuple[Copy, ...]
+    sums_out: tuple[Copy, ...]
+    pieces: tuple[PieceView, ...]
+
+
+class Trip(NamedTuple):
+    """One tile's way.
+
+    `work` enqueues kernels on the current stream, once `after` has happened. `moves_state`: state comes in and leaves;
+    `moves_sums`: squared sums leave. What `work` holds is kept alive until all has ended.
+    """
+
+    tile: StreamTile
+    work: Callable[[SlotView], None]
+    moves_state: bool
+    moves_sums: bool
+    after: Sequence[Ready] = ()
+
+
+class Slot:
+    """Device buffers for one tile, of which the first elements are used."""
+
+    def __init__(self, transport: Transport, numel: int, num_arrays: int) -> None:
+        device = transport.device
+        self.state = [torch.empty(numel, dtype=torch.float32, device=device) for _ in range(num_arrays)]
+        self.sums = torch.zeros(numel // ALIGN, dtype=torch.float64, device=device)
+        self.nonfinite = torch.zeros(numel // ALIGN, dtype=torch.uint8, device=device)
+        #: Once this has happened nothing touches the buffers any more: not even an earlier owner of the memory.
+        self.free = transport.record_ready()
+        self._views: dict[tuple[int, int], SlotView] = {}
+
+    def view(self, tile: StreamTile) -> SlotView:
+        """Views for `tile`; made once, since tiles come into the same slot step after step."""
+        view = self._views.get(tile.key)
+        if view is None:
+            view = self._views[tile.key] = self._make_view(tile)
+        return view
+
+    def _make_view(self, tile: StreamTile) -> SlotView:
+        numel = tile.tile.numel
+        state = [array[:numel] for array in self.state[: len(tile.state)]]
+        sums, nonfinite = self.sums[: numel // ALIGN], self.nonfinite[: numel // ALIGN]
+        pieces = []
+        for piece in tile.tile.pieces:
+            stop = piece.tile_start + piece.numel
+            elements, blocks = slice(piece.tile_start, stop), slice(piece.tile_start // ALIGN, -(-stop // ALIGN))
+            pieces.append(PieceView(tuple(array[elements] for array in state), sums[blocks], nonfinite[blocks]))
+        return SlotView(
+            tuple(Copy(device, host) for device, host in zip(state, tile.state, strict=True)),
+            tuple(Copy(host, device) for device, host in zip(state, tile.state, strict=True)),
+            (Copy(tile.sums, sums), Copy(tile.nonfinite, nonfinite)),
+            tuple(pieces),
+        )
+
+
+class Slots(Protocol):
+    """Where tiles find their buffers."""
+
+    @property
+    def ahead(self) -> int | None:
+        """Tiles that may be inside before work begins on the first; None: all of them."""
+
+    def fit(self, numel: int, num_arrays: int) -> None:
+        """Make room for tiles of up to `numel` elements and `num_arrays` arrays. Never between take and rewind."""
+
+    def take(self, tile: StreamTile) -> Slot:
+        """The next slot."""
+
+    def rewind(self) -> None:
+        """Everything has ended: begin again with the first one."""
+
+
+class FixedSlots:
+    """`number` slots, allocated by `fit` and used in turn: device memory does not depend on the model's size."""
+
+    def __init__(self, transport: Transport, number: int) -> None:
+        self.ahead = max(number - 1, 1)
+        self._transport, self._number = transport, number
+        self._size = (0, 0)
+        self._slots: list[Slot] = []
+        self._next = 0
+
+    def fit(self, numel: int, num_arrays: int) -> None:
+        """See `Slots.fit`."""
+        size = max(numel, self._size[0]), max(num_arrays, self._size[1])
+        if size != self._size:
+            self._size = size
+            self._slots.clear()  # before the new ones are allocated
+            self._slots += [Slot(self._transport, *size) for _ in range(self._number)]
+
+    def take(self, tile: StreamTile) -> Slot:
+        """See `Slots.take`."""
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % self._number
+        return slot
+
+    def rewind(self) -> None:
+        """See `Slots.rewind`."""
+        self._next = 0
+
+
+class FreshSlots:
+    """A slot for every tile, allocated on its way in and freed when all have left: all state at once."""
+
+    ahead = None
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def fit(self, numel: int, num_arrays: int) -> None:
+        """Nothing is kept between steps."""
+
+    def take(self, tile: StreamTile) -> Slot:
+        """See `Slots.take`."""
+        return Slot(self._transport, tile.tile.numel, len(tile.state))
+
+    def rewind(self) -> None:
+        """Nothing to begin again."""
+
+
+class _Inside(NamedTuple):
+    trip: Trip
+    slot: Slot
+    view: SlotView
+    coming: Transfer | None
+
+
+class Conveyor:
+    """Takes tiles through the slots, in order. Used by one thread at a time.
+
+    Args:
+        stream: a CUDA stream for the work, or None for the calling thread's current one.
+    """
+
+    def __init__(
+        self, transport: Transport, slots: Slots, clock: StageClock, *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self._transport, self._slots, self._clock, self._stream = transport, slots, clock, stream
+        self._travelling: deque[tuple[Transfer | None, Transfer | None, Trip]] = deque()
+
+    def fit(self, numel: int, num_arrays: int) -> None:
+        """See `Slots.fit`. Call `finish` first."""
+        self._slots.fit(numel, num_arrays)
+
+    def run(self, trips: Iterable[Trip]) -> None:
+        """Start all of `trips`; as many as slots allow come in before the first is worked on."""
+        inside: deque[_Inside] = deque()
+        for trip in trips:
+            inside.append(self._bring(trip))
+            if len(inside) == self._slots.ahead:
+                self._work(inside.popleft())
+        while inside:
+            self._work(inside.popleft())
+
+    def reap(self, most: int) -> None:
+        """Forget trips that have ended, and wait for the oldest until at most `most` are left."""
+        while self._travelling:
+            _, leaving, _ = self._travelling[0]
+            if len(self._travelling) <= most and (leaving is None or not self._transport.is_done(leaving)):
+                return
+            self._wait_for_oldest()
+
+    def finish(self) -> None:
+        """Until all that was started has ended. In order, so that only the last one is really waited for."""
+        while self._travelling:
+            self._wait_for_oldest()
+        self._slots.rewind()
+
+    def abandon(self) -> None:
+        """Forget what is on its way, once the transport has come to rest."""
+        self._travelling.clear()
+
+    def _bring(self, trip: Trip) -> _Inside:
+        slot = self._slots.take(trip.tile)
+        view = slot.view(trip.tile)
+        coming = None
+        if trip.moves_state and view.copies_in:
+            coming = self._transport.issue_to_device(view.copies_in, [slot.free])
+            self._clock.count("bytes_to_device", coming.num_bytes)
+        return _Inside(trip, slot, view, coming)
+
+    def _work(self, inside: _Inside) -> None:
+        trip, slot, view, coming = inside
+        with self._on_stream():
+            if coming is not None:
+                self._transport.wait_on_stream(coming)
+            else:
+                slot.free.wait()
+            for ready in trip.after:
+                ready.wait()
+            trip.work(view)
+            done = self._transport.record_ready()
+        copies = (*(view.copies_out if trip.moves_state else ()), *(view.sums_out if trip.moves_sums else ()))
+        leaving = self._transport.issue_to_host(copies, [done]) if copies else None
+        slot.free = done
+        if leaving is not None:
+            self._clock.count("bytes_to_host", leaving.num_bytes)
+            slot.free = leaving.signal or done
+        self._travelling.append((coming, leaving, trip))
+
+    def _wait_for_oldest(self) -> None:
+        coming, leaving, _ = self._travelling[0]
+        for transfer in (coming, leaving):
+            if transfer is not None:
+                self._transport.wait(transfer)
+        self._travelling.popleft()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

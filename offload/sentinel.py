@@ -1,0 +1,47 @@
+"""What stands in ``param.grad`` once the gradient has left for the host.
+
+A ``None`` there would be taken for "no gradient": ``torch.nn.utils.clip_grad_norm_`` would return 0 and clip nothing,
+without a word. So a tensor without storage takes its place until ``step()``, with the parameter's shape and dtype, and
+whatever reads it raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload.errors import GradientError
+
+__all__ = ["GoneGradient"]
+
+
+class GoneGradient(torch.Tensor):
+    """A gradient that is not here any more. Any operation on it raises `GradientError`."""
+
+    parameter_name: str
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, name: str) -> GoneGradient:
+        """A stand-in for the gradient of the parameter `like`, called `name` in messages."""
+        sentinel: GoneGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        sentinel.parameter_name = name
+        return sentinel
+
+    def __init__(self, like: torch.Tensor, name: str) -> None:
+        """All is done in ``__new__``, as torch wants it of tensors without storage."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GoneGradient({self.parameter_name!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, _ = torch.utils._pytree.tree_flatten((args, kwargs or {}))
+        name = next(value.parameter_name for value in flat if isinstance(value, cls))
+        raise GradientError(
+            f"{func} reads the gradient of {name}, which has left for the optimizer during backward. To clip gradients "
+            "use max_grad_norm= of the optimizer (exact, in every mode); their norm is in optimizer.last_step.grad_norm. "
+            "To look at gradients, register a hook on the parameter before the optimizer is built"
+        )

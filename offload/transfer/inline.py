@@ -1,0 +1,72 @@
+"""Copies without streams: what the modes that overlap nothing use, on a GPU too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offload.transfer.host import HostTransport, LaneName
+from offload.transfer.transport import Copy, Ready, Transfer, check_copies
+
+__all__ = ["InlineTransport"]
+
+
+class InlineTransport(HostTransport):
+    """Copies on the calling thread's current stream, in line with all that is on it: no stream and no event of its own.
+
+    On a CUDA device, pinned copies are asynchronous to the calling thread. Everything must be issued, computed and
+    waited for on one stream.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        """``device``: any; on the CPU this is a :class:`HostTransport`."""
+        super().__init__(device)
+        self._num_issued = 0
+        self._num_ended = 0
+
+    def _issue(self, lane: LaneName, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
+        if self.device.type != "cuda":
+            return super()._issue(lane, copies, after)
+        self._check_open()
+        num_bytes = check_copies(copies)
+        with torch.no_grad():
+            for dst, src in copies:
+                dst.copy_(src, non_blocking=True)
+        self._num_issued += 1
+        return Transfer(copies, _InLine(self, self._num_issued), num_bytes)
+
+    def has_ended(self, index: int) -> bool:
+        """Whether the ``index``-th transfer is known to have ended."""
+        return index <= self._num_ended
+
+    def synchronize(self) -> None:
+        """Block until the device is idle: then all that was issued has ended."""
+        if self._num_ended < self._num_issued:
+            torch.cuda.synchronize(self.device)
+            self._num_ended = self._num_issued
+
+    def close(self) -> None:
+        """Let everything end; then refuse further issues. Closing twice is fine."""
+        self.synchronize()
+        super().close()
+
+
+class _InLine:
+    """The end of one of `InlineTransport`'s transfers: seen when the device has been waited for."""
+
+    __slots__ = ("_index", "_transport")
+
+    def __init__(self, transport: InlineTransport, index: int) -> None:
+        self._transport = transport
+        self._index = index
+
+    def query(self) -> bool:
+        return self._transport.has_ended(self._index)
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self._transport.synchronize()
+
+    def wait(self) -> None:
+        """Whatever is enqueued next runs after the transfer anyway."""
