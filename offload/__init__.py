@@ -30,10 +30,12 @@ from offload.errors import (
 from offload.optimizer import AdamW, SignSGD
 from offload.prepare import Masters, cast_compute_weights
 from offload.report import StepReport
+from offload.state_offload import CPUOffloadOptimizer
 from offload.threads import configure_cpu_optimizer_threads
 
 __all__ = [
     "AdamW",
+    "CPUOffloadOptimizer",
     "CheckpointError",
     "ClosedError",
     "ConfigError",

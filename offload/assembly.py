@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from offload import rates
 from offload.config import OffloadConfig
 from offload.distributed import local_shard
 from offload.errors import ConfigError, ParameterError
@@ -19,19 +20,24 @@ from offload.kernels.backend import Backend, Variant
 from offload.kernels.numba_backend import NumbaBackend
 from offload.kernels.rule import KernelRule
 from offload.kernels.torch_backend import TorchBackend
-from offload.layout import Kind
+from offload.layout import Kind, build_chunks
 from offload.memory import cgroup_memory_left
 from offload.parameters import ParamRecord
 from offload.report import StageClock
+from offload.schedule.conveyor import FixedSlots, FreshSlots
 from offload.schedule.device_stepper import DeviceStepper
 from offload.schedule.engine import Engine, Policy
 from offload.schedule.host_stepper import HostStepper
-from offload.schedule.plan import Machine, Plan, Workload, plan
+from offload.schedule.plan import ChunkSize, Machine, Plan, Workload, needs_rates, plan
 from offload.schedule.stepper import Stepper
+from offload.schedule.stream_stepper import NUM_SLOTS, StreamStepper, stream_tile_numel
+from offload.schedule.stream_tiles import num_arrays
+from offload.schedule.updater import HostUpdater, Updater, make_device_updater
 from offload.schedule.worker import Worker
 from offload.threads import Budget, bind_current_thread, configure_cpu_optimizer_threads
 from offload.transfer.cuda import CudaTransport
 from offload.transfer.host import HostTransport
+from offload.transfer.inline import InlineTransport
 from offload.transfer.ring import Ring
 from offload.transfer.transport import Transport
 
@@ -40,6 +46,9 @@ __all__ = ["Options", "assemble", "make_transport"]
 logger = logging.getLogger(__name__)
 
 NUM_RINGS = 2
+
+STREAM_MODES = ("all-at-once", "chunked-sync", "chunked-stream")
+"""State is on the host and is stepped on the device: placement STREAM."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ def assemble(
         MemoryBudgetError: the plan does not fit.
     """
     device = _common_device(records)
-    made = plan(options.mode, _workload(rule, records, options), _machine(device, options.config))
+    made = _plan(rule, records, options, device)
     logger.info("%s", made)
     policy = Policy(
         mode=made.mode,
@@ -123,7 +132,7 @@ def _make_stepper(
     if mode == "resident" and device.type == "cuda":
         return DeviceStepper(
             device=device,
-            rule=rule,
+            updater=_make_updater(device, rule, records, options),
             flush_denormals=options.flush_denormals,
             fused_sums=options.fused_sums,
             clock=clock,
@@ -134,8 +143,10 @@ def _make_stepper(
         numa_bind=config.numa_bind,
         device=device if device.type == "cuda" else None,
     )
-    kinds = {record.kind for record in records}
     worker.call(lambda: _bind(budget))
+    if mode in STREAM_MODES:
+        return _make_stream_stepper(mode, device, rule, records, options, worker, clock, budget)
+    kinds = {record.kind for record in records}
     return HostStepper(
         transport=make_transport(device, config),
         backend=_make_backend(rule, kinds, budget, options),
@@ -147,21 +158,65 @@ def _make_stepper(
     )
 
 
+def _make_stream_stepper(
+    mode: str,
+    device: torch.device,
+    rule: KernelRule,
+    records: Sequence[ParamRecord],
+    options: Options,
+    worker: Worker,
+    clock: StageClock,
+    budget: Budget,
+) -> StreamStepper:
+    """Only chunked-stream has streams: its copies and its updates run on three of their own."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        updater = _make_updater(device, rule, records, options)
+    else:
+        updater = HostUpdater(_make_backend(rule, (), budget, options))
+    overlaps = mode == "chunked-stream"
+    transport = make_transport(device, options.config) if overlaps else InlineTransport(device)
+    number = NUM_SLOTS if overlaps else 1
+    return StreamStepper(
+        transport=transport,
+        slots=FreshSlots(transport) if mode == "all-at-once" else FixedSlots(transport, number),
+        updater=updater,
+        worker=worker,
+        stream=torch.cuda.Stream(device) if overlaps and on_gpu else None,
+        tile_numel=options.config.tile_numel,
+        backlog_tiles=options.config.backlog_tiles,
+        flush_denormals=options.flush_denormals,
+        fused_sums=options.fused_sums,
+        clock=clock,
+    )
+
+
+def _make_updater(
+    device: torch.device, rule: KernelRule, records: Sequence[ParamRecord], options: Options
+) -> Updater:
+    variants = _variants({record.kind for record in records}, options)
+    return make_device_updater(device, rule, flush_denormals=options.flush_denormals, variants=variants)
+
+
 def _make_backend(rule: KernelRule, kinds: Collection[Kind], budget: Budget, options: Options) -> Backend:
     if options.backend == "torch":
         return TorchBackend(rule, num_threads=budget.num_threads, flush_denormals=options.flush_denormals)
-    variants = [
-        Variant(grad=kind.grad, weight=kind.weight, sums=options.fused_sums, acc=acc)  # type: ignore[arg-type]
-        for kind in sorted(kinds)
-        for acc in ([False, True] if options.accumulation_steps > 1 else [False])
-    ]
     return NumbaBackend(
         rule,
         num_threads=budget.num_threads,
         flush_denormals=options.flush_denormals,
-        variants=variants,
+        variants=_variants(kinds, options),
         cache_dir=options.config.kernel_cache_dir,
     )
+
+
+def _variants(kinds: Collection[Kind], options: Options) -> list[Variant]:
+    """What steps will call, as far as it can be foreseen."""
+    return [
+        Variant(grad=kind.grad, weight=kind.weight, sums=options.fused_sums, acc=acc)  # type: ignore[arg-type]
+        for kind in sorted(kinds)
+        for acc in ([False, True] if options.accumulation_steps > 1 else [False])
+    ]
 
 
 def _bind(budget: Budget) -> None:
@@ -184,30 +239,54 @@ def _element_bytes(kinds: Collection[Kind]) -> int:
     return max((max(kind.grad_bytes, kind.weight_bytes) for kind in kinds), default=2)
 
 
+def _plan(rule: KernelRule, records: Sequence[ParamRecord], options: Options, device: torch.device) -> Plan:
+    """Rates are measured only where the choice depends on them."""
+    workload, machine = _workload(rule, records, options), _machine(device, options.config)
+    if needs_rates(options.mode, workload, machine):
+        threads = configure_cpu_optimizer_threads(
+            num_threads=options.config.threads, numa_bind=options.config.numa_bind, device=device
+        ).num_threads
+        return plan(options.mode, workload, machine, rates.measured(device, threads))
+    return plan(options.mode, workload, machine, rates.known(device))
+
+
 def _workload(rule: KernelRule, records: Sequence[ParamRecord], options: Options) -> Workload:
     kinds = {record.kind for record in records}
     config = options.config
-    slot_bytes = config.tile_numel * _element_bytes(kinds)
+    specs = [record.spec for record in records]
+    chunks = build_chunks(specs, tile_numel=config.tile_numel, chunk_by=config.chunk_by)
+    arrays = 1 + len(rule.state_names)
+    widest = max((num_arrays(rule, kind.weight) for kind in kinds), default=0)
     return Workload(
         numel=sum(record.numel for record in records),
-        state_arrays=1 + len(rule.state_names),
-        ring_bytes=NUM_RINGS * Ring.required_bytes(config.ring_slots, slot_bytes),
+        state_arrays=arrays,
+        ring_bytes=NUM_RINGS
+        * Ring.required_bytes(config.ring_slots, config.tile_numel * _element_bytes(kinds)),
         holds_gradients=options.needs_norm_first,
         gradient_bytes=sum(record.numel * record.kind.grad_bytes for record in records),
         accumulates=options.accumulation_steps > 1,
+        weight_bytes=sum(record.numel * record.kind.weight_bytes for record in records),
+        own_master_numel=sum(record.numel for record in records if record.kind.weight == "fp32"),
+        backlog_bytes=config.backlog_tiles * config.tile_numel * _element_bytes(kinds),
+        tile_bytes=4 * widest * stream_tile_numel(config.tile_numel, arrays),
+        num_slots=NUM_SLOTS,
+        chunks=tuple(ChunkSize(chunk.name, chunk.numel) for chunk in chunks),
     )
 
 
 def _machine(device: torch.device, config: OffloadConfig) -> Machine:
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    left = cgroup_memory_left()
-    available = psutil.virtual_memory().available
     return Machine(
         device=device.type,
-        free_device_bytes=free,
-        host_limit_bytes=left,
-        available_host_bytes=available,
+        free_device_bytes=_free_device_bytes(device) if device.type == "cuda" else None,
+        host_limit_bytes=cgroup_memory_left(),
+        available_host_bytes=psutil.virtual_memory().available,
         device_budget=config.device_budget,
         host_budget=config.host_budget,
         pinned_budget=config.pinned_budget,
     )
+
+
+def _free_device_bytes(device: torch.device) -> int:
+    """What the driver has left, and what torch's allocator keeps for later."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept

@@ -45,21 +45,22 @@ def export_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def read_state(
     state_dict: Mapping[str, Any],
-    ordered: Sequence[torch.Tensor],
+    groups: Sequence[Mapping[str, Any]],
     records: Mapping[torch.Tensor, ParamRecord],
     moments: Sequence[str],
 ) -> IncomingState:
     """Check `state_dict` against the optimizer's parameters.
 
     Args:
-        ordered: the optimizer's parameters in the order of its groups, frozen ones included.
+        groups: the optimizer's param groups, frozen parameters included.
         records: of the trainable ones.
         moments: names of the state tensors beside ``master``.
 
     Raises:
         CheckpointError: entries, groups, shapes or flags do not fit.
     """
-    _check_form(state_dict, len(ordered))
+    _check_form(state_dict, groups)
+    ordered = [parameter for group in groups for parameter in group["params"]]
     saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
     incoming = IncomingState()
     without_master = []
@@ -85,11 +86,15 @@ def read_state(
     return incoming
 
 
-def _check_form(state_dict: Mapping[str, Any], num_params: int) -> None:
+def _check_form(state_dict: Mapping[str, Any], own_groups: Sequence[Mapping[str, Any]]) -> None:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError("this is no optimizer state dict: it has no 'state' and 'param_groups'")
     state, groups = state_dict["state"], state_dict["param_groups"]
-    if not _are_mappings([state]) or not _are_mappings(state.values()) or not _are_mappings(groups, "params"):
+    if (
+        not _are_mappings([state])
+        or not _are_mappings(state.values())
+        or not _are_mappings(groups, "params")
+    ):
         raise CheckpointError(
             "this is no optimizer state dict: expected dicts in 'state' and groups with 'params'"
         )
@@ -99,9 +104,9 @@ def _check_form(state_dict: Mapping[str, Any], num_params: int) -> None:
                 raise CheckpointError(
                     f"the state dict was saved with {flag}=True, which is not supported here"
                 )
-    num_saved = sum(len(group["params"]) for group in groups)
-    if num_saved != num_params:
-        raise CheckpointError(f"the state dict has {num_saved} parameters, this optimizer has {num_params}")
+    saved, own = ([len(group["params"]) for group in each] for each in (groups, own_groups))
+    if saved != own:
+        raise CheckpointError(f"the state dict has groups of {saved} parameters, this optimizer of {own}")
 
 
 def _are_mappings(values: Any, *keys: str) -> bool:

@@ -10,7 +10,7 @@ from offload.errors import ConfigError
 
 __all__ = ["BACKENDS", "CLIP_POLICIES", "MODES", "NONFINITE_POLICIES", "OffloadConfig", "check_choice"]
 
-MODES = ("resident", "wavefront", "auto")
+MODES = ("resident", "all-at-once", "chunked-sync", "chunked-stream", "wavefront", "auto")
 """Where state lives and when it is stepped; the table in docs/architecture.md says which is which."""
 
 BACKENDS = ("numba", "torch")
@@ -79,6 +79,7 @@ class OffloadConfig:
     """Storage of the moments; only "fp32" so far."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check(
             "tile_numel",
             self.tile_numel >= TILE_ALIGN and self.tile_numel % TILE_ALIGN == 0,
@@ -100,6 +101,20 @@ class OffloadConfig:
                     f"config.chunk_by={self.chunk_by!r} is no regular expression: {error}"
                 ) from None
 
+    def _check_types(self) -> None:
+        whole = ("tile_numel", "ring_slots", "backlog_tiles")
+        optional = ("host_budget", "device_budget", "pinned_budget", "threads")
+        for field in (*whole, *optional):
+            value = getattr(self, field)
+            self._check(field, _is_int(value) or (value is None and field in optional), "an integer")
+        self._check("timeout_s", isinstance(self.timeout_s, int | float), "a number of seconds")
+        named = self.chunk_by is None or isinstance(self.chunk_by, str) or callable(self.chunk_by)
+        self._check("chunk_by", named, "a regular expression, a callable or None")
+
     def _check(self, field: str, good: bool, expected: str) -> None:
         if not good:
             raise ConfigError(f"config.{field}={getattr(self, field)!r}: expected {expected}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

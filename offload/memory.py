@@ -26,7 +26,18 @@ def _left(proc: Path, sys: Path) -> Iterator[int]:
         ):
             limit, usage = _number(folder / limit_name), _number(folder / usage_name)
             if limit is not None and usage is not None and limit < UNLIMITED:
-                yield max(limit - usage, 0)
+                yield min(limit, max(limit - usage, 0) + _page_cache(folder))
+
+
+def _page_cache(folder: Path) -> int:
+    """Bytes of cached file pages, which are counted as used and given up as soon as memory is asked for."""
+    try:
+        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split() for line in lines if len(line.split()) == 2)
+    prefix = "total_" if "total_active_file" in counts else ""  # version 1 has both, the total includes children
+    return sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
 
 
 def _number(path: Path) -> int | None:

@@ -27,7 +27,7 @@ from offload.config import (
     check_choice,
 )
 from offload.distributed import local_shard
-from offload.errors import ClosedError, ConfigError, StateError
+from offload.errors import CheckpointError, ClosedError, ConfigError, StateError
 from offload.kernels.rule import AdamWRule, KernelRule, SignSGDRule
 from offload.parameters import ParamRecord, make_record
 from offload.prepare import Masters
@@ -209,10 +209,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             CheckpointError: it does not fit; nothing was changed.
         """
         engine = self._open_engine()
-        ordered = [parameter for group in self.param_groups for parameter in group["params"]]
-        incoming = read_state(state_dict, ordered, self._records, self._state_names())
+        incoming = read_state(state_dict, self.param_groups, self._records, self._state_names())
+        groups = [self._checked_group(saved) for saved in state_dict["param_groups"]]
         engine.reset()
-        super().load_state_dict({**state_dict, "state": {}})
+        super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
         self._rebind_groups()
         for record in self._records.values():
             record.num_steps = incoming.steps[record.index]
@@ -309,6 +309,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             step = torch.tensor(float(record.num_steps), dtype=torch.float32)
             self.state[record.param] = {"step": step, **state}
 
+    def _checked_group(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A loaded group, with defaults for what it lacks and without what is not ours (another torch's keys)."""
+        group = {key: saved.get(key, default) for key, default in self.defaults.items()}
+        try:
+            self._check_group(group)
+        except (ConfigError, TypeError, ValueError) as error:
+            raise CheckpointError(f"a param group of the state dict cannot be used: {error}") from error
+        return {**saved, **group}
+
     def _rebind_groups(self) -> None:
         """Loading replaced the group dicts."""
         for group in self.param_groups:
@@ -327,7 +336,9 @@ class AdamW(OffloadOptimizer):
         lr: a number or a one-element tensor; read at every step.
         betas, eps, weight_decay, maximize: as ``torch.optim.AdamW``.
         masters: what `cast_compute_weights` returned, where the model was FP32; otherwise masters are the weights.
-        mode: ``"resident"``, ``"wavefront"`` or ``"auto"``.
+        mode: ``"resident"`` (state on the device), ``"all-at-once"``, ``"chunked-sync"``, ``"chunked-stream"`` (state on
+            the host, stepped on the device at ``step()``), ``"wavefront"`` (state on the host, stepped there inside
+            backward), or ``"auto"``: the planner chooses, see docs/planner.md.
         backend: ``"numba"``, or ``"torch"`` for fused ``torch.optim`` kernels on the host.
         max_grad_norm: global L2 norm to which gradients are clipped, exactly; None for no clipping.
         clip: how a wavefront clips: ``"defer"`` (gradients stream to the host during backward, updates run when the

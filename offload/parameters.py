@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from offload.distributed import local_shard, shard_like
 from offload.errors import GradientError, ParameterError, UnsupportedDtypeError
@@ -134,6 +135,8 @@ def make_record(index: int, name: str | None, param: torch.Tensor, group: dict[s
         ParameterError: not dense in memory.
     """
     label = name if name is not None else f"parameter #{index}"
+    if is_lazy(param):
+        raise UnsupportedDtypeError(f"{label} is lazy and has no data yet; run the model once before the optimizer is built")
     local = local_shard(param)
     if local.layout is not torch.strided:
         raise UnsupportedDtypeError(

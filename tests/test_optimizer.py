@@ -606,3 +606,30 @@ def test_reports(mode: str) -> None:
         assert "kernel" in report.timings
         assert str(report).startswith("step 3")
         assert mode in str(optimizer.plan)
+
+
+def test_lazy_parameters_are_refused_by_name() -> None:
+    with pytest.raises(offload.UnsupportedDtypeError, match=r"weight.*no data"):
+        offload.AdamW(nn.LazyLinear(4).named_parameters())
+
+
+@pytest.mark.parametrize("change", [{"lr": -1.0}, {"betas": None}, {"amsgrad": True}])
+def test_loaded_groups_are_checked_before_anything_changes(change: dict[str, Any]) -> None:
+    model = make_decoder()
+    with adamw(model) as optimizer:
+        train(model, optimizer, batches(2))
+        before, groups = snapshot(model, optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+        saved = optimizer.state_dict()
+        saved["param_groups"][0].update(change)
+        with pytest.raises(offload.CheckpointError):
+            optimizer.load_state_dict(saved)
+        assert_same_snapshot(snapshot(model, optimizer), before)
+        assert optimizer.state_dict()["param_groups"] == groups
+
+
+def test_other_group_sizes_are_refused() -> None:
+    four = [parameter() for _ in range(4)]
+    with adamw([{"params": four[:2]}, {"params": four[2:]}]) as optimizer:
+        other = torch.optim.AdamW([{"params": four[:1]}, {"params": four[1:]}])
+        with pytest.raises(offload.CheckpointError, match=r"\[1, 3\].*\[2, 2\]"):
+            optimizer.load_state_dict(other.state_dict())

@@ -490,3 +490,47 @@ def test_sentinels_go_when_the_optimizer_is_closed() -> None:
     optimizer.close()
     loss_of(model, batches(1)[0]).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+# Compiled models (F10) --------------------------------------------------------------------------------------
+
+
+def compiled_blocks(model: Decoder) -> nn.Module:
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def compiled_model(model: Decoder) -> nn.Module:
+    return torch.compile(model, backend="aot_eager")
+
+
+@pytest.mark.parametrize("compiled_autograd", [False, True])
+@pytest.mark.parametrize("make", [compiled_blocks, compiled_model])
+def test_f10_compiled_models(make: Any, compiled_autograd: bool) -> None:
+    plain = make_decoder()
+    masters, recorder, reference = with_reference(plain)
+    with adamw(plain, masters=masters) as optimizer:
+        model = make(plain)
+        torch._dynamo.config.compiled_autograd = compiled_autograd
+        try:
+            for ids in batches(4):
+                loss_of(model, ids).backward()
+                reference.step(recorder.take(), hyper_by_name(optimizer, plain))
+                optimizer.step()
+        finally:
+            torch._dynamo.config.compiled_autograd = False
+        assert_matches_reference(plain, optimizer, reference)
+
+
+def test_a_weight_that_begins_to_fire_twice_is_never_stepped_too_early() -> None:
+    model = TiedInside()
+    masters, recorder, reference = with_reference(model)
+    with adamw(model.named_parameters(), masters=masters, accumulation_steps=2) as optimizer:
+        for step in range(6):
+            for _ in range(2):
+                x = torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True)
+                model.loss(x, reentrant=step >= 3).backward()
+            reference.step(recorder.take(), hyper_by_name(optimizer, model))
+            optimizer.step()
+        assert_matches_reference(model, optimizer, reference)

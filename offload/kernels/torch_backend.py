@@ -20,7 +20,7 @@ from offload.kernels.blocks import NORM_BLOCK
 from offload.kernels.norm import square_sums_of_rows
 from offload.kernels.rule import AdamWRule, Rule, SignSGDRule
 
-__all__ = ["TorchAdamWRule", "TorchBackend", "unpack_adamw_row"]
+__all__ = ["TorchAdamWRule", "TorchBackend", "fused_adamw"]
 
 #: Elements that every vector width of torch divides.
 PAD = 16
@@ -69,10 +69,32 @@ def join_double(row: np.ndarray, index: int) -> float:
     return float(np.cumsum(low_first, dtype=np.float64)[-1])
 
 
-def unpack_adamw_row(row: np.ndarray) -> dict[str, float]:
-    """The arguments of ``torch._fused_adamw_`` that a row of `TorchAdamWRule` holds, and ``step`` and ``coef``."""
-    names = {"lr": LR, "beta1": BETA1, "beta2": BETA2, "eps": EPS, "weight_decay": WEIGHT_DECAY, "step": STEP}
-    return {name: join_double(row, index) for name, index in names.items()} | {"coef": float(row[COEF])}
+def fused_adamw(
+    row: np.ndarray,
+    masters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+) -> None:
+    """One step of torch's fused kernel by a row of `TorchAdamWRule`; gradients, float32, are scaled in place."""
+    for gradient in gradients:
+        gradient.mul_(float(row[COEF]))
+    step = torch.tensor(join_double(row, STEP), dtype=torch.float32, device=masters[0].device)
+    torch._fused_adamw_(
+        masters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step] * len(masters),
+        lr=join_double(row, LR),
+        beta1=join_double(row, BETA1),
+        beta2=join_double(row, BETA2),
+        weight_decay=join_double(row, WEIGHT_DECAY),
+        eps=join_double(row, EPS),
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -216,25 +238,13 @@ def _write_weight(master: torch.Tensor, weight: np.ndarray) -> None:
 
 
 def _step_adamw(span: _Span, row: np.ndarray) -> None:
-    hyper = unpack_adamw_row(row)
-    span.gradient.mul_(hyper.pop("coef"))
-    step = hyper.pop("step")
     tensors = (span.master, span.gradient, *span.moments)
     whole = span.master.numel() // PAD * PAD
     tails = [torch.nn.functional.pad(tensor[whole:], (0, -tensor.numel() % PAD)) for tensor in tensors]
-    pairs = [[tensor[:whole], tail] for tensor, tail in zip(tensors, tails, strict=True)]
-    masters, gradients, exp_avgs, exp_avg_sqs = pairs
-    torch._fused_adamw_(
-        masters,
-        gradients,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [torch.tensor(step, dtype=torch.float32) for _ in masters],
-        amsgrad=False,
-        maximize=False,
-        **hyper,
+    masters, gradients, exp_avgs, exp_avg_sqs = (
+        [tensor[:whole], tail] for tensor, tail in zip(tensors, tails, strict=True)
     )
+    fused_adamw(row, masters, gradients, exp_avgs, exp_avg_sqs)
     for tensor, tail in zip(tensors, tails, strict=True):
         tensor[whole:] = tail[: tensor.numel() - whole]
 

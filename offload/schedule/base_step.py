@@ -35,7 +35,9 @@ class BaseStep:
         rehearse: leave parameters as they were.
     """
 
-    def __init__(self, base: torch.optim.Optimizer, kwargs: Mapping[str, Any], *, rehearse: bool = False) -> None:
+    def __init__(
+        self, base: torch.optim.Optimizer, kwargs: Mapping[str, Any], *, rehearse: bool = False
+    ) -> None:
         self.base = base
         self.groups = base.param_groups
         self._step = inner_step(base)
@@ -98,12 +100,20 @@ class _Part:
         self._original = group
         self._versions = {k: v._version for k, v in self._given.items() if isinstance(v, torch.Tensor)}
         kept = [param in chosen for param in group["params"]]
-        lists = {key: [v for v, keep in zip(group[key], kept, strict=True) if keep] for key in PER_PARAM if key in group}
+        lists = {
+            key: [v for v, keep in zip(group[key], kept, strict=True) if keep]
+            for key in PER_PARAM
+            if key in group
+        }
         self.group: dict[str, Any] = {**self._given, **lists}
 
     def changes(self) -> dict[str, Any]:
         """What the step wrote into it."""
-        return {key: value for key, value in self.group.items() if key not in PER_PARAM and self._changed(key, value)}
+        return {
+            key: value
+            for key, value in self.group.items()
+            if key not in PER_PARAM and self._changed(key, value)
+        }
 
     def _changed(self, key: str, value: Any) -> bool:
         if key not in self._given or value is not self._given[key]:
@@ -125,20 +135,26 @@ class _Counters:
         self._target.update(self._before)
 
     def note(self) -> None:
-        self._after |= {k: v for k, v in self._numbers().items() if k not in self._before or v != self._before[k]}
+        self._after |= {
+            k: v for k, v in self._numbers().items() if k not in self._before or v != self._before[k]
+        }
 
     def commit(self) -> None:
         self._before |= self._after
         self.reset()
 
     def _numbers(self) -> Numbers:
-        return {k: v for k, v in self._target.items() if v is None or isinstance(v, bool | int | float | complex | str)}
+        return {
+            k: v
+            for k, v in self._target.items()
+            if v is None or isinstance(v, bool | int | float | complex | str)
+        }
 
 
 def inner_step(base: torch.optim.Optimizer) -> Callable[..., Any]:
     """The ``step`` of the base's class without what torch wraps around it: hooks and the profiler's range."""
     step: Callable[..., Any] = type(base).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined,no-any-return]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import torch
 
 from offload.layout import ALIGN
 from offload.report import StageClock
-from offload.schedule.stream_state import StreamTile
+from offload.schedule.stream_tiles import StreamTile
 from offload.transfer.transport import Copy, Ready, Transfer, Transport
 
 __all__ = ["Conveyor", "FixedSlots", "FreshSlots", "SlotView", "Slots", "Trip"]
@@ -87,8 +87,13 @@ class Slot:
         pieces = []
         for piece in tile.tile.pieces:
             stop = piece.tile_start + piece.numel
-            elements, blocks = slice(piece.tile_start, stop), slice(piece.tile_start // ALIGN, -(-stop // ALIGN))
-            pieces.append(PieceView(tuple(array[elements] for array in state), sums[blocks], nonfinite[blocks]))
+            elements, blocks = (
+                slice(piece.tile_start, stop),
+                slice(piece.tile_start // ALIGN, -(-stop // ALIGN)),
+            )
+            pieces.append(
+                PieceView(tuple(array[elements] for array in state), sums[blocks], nonfinite[blocks])
+            )
         return SlotView(
             tuple(Copy(device, host) for device, host in zip(state, tile.state, strict=True)),
             tuple(Copy(host, device) for device, host in zip(state, tile.state, strict=True)),
@@ -112,6 +117,9 @@ class Slots(Protocol):
 
     def rewind(self) -> None:
         """Everything has ended: begin again with the first one."""
+
+    def clear(self) -> None:
+        """Free the buffers."""
 
 
 class FixedSlots:
@@ -142,6 +150,10 @@ class FixedSlots:
         """See `Slots.rewind`."""
         self._next = 0
 
+    def clear(self) -> None:
+        """See `Slots.clear`."""
+        self._slots.clear()
+
 
 class FreshSlots:
     """A slot for every tile, allocated on its way in and freed when all have left: all state at once."""
@@ -161,6 +173,9 @@ class FreshSlots:
     def rewind(self) -> None:
         """Nothing to begin again."""
 
+    def clear(self) -> None:
+        """They go with their tiles."""
+
 
 class _Inside(NamedTuple):
     trip: Trip
@@ -177,7 +192,12 @@ class Conveyor:
     """
 
     def __init__(
-        self, transport: Transport, slots: Slots, clock: StageClock, *, stream: torch.cuda.Stream | None = None
+        self,
+        transport: Transport,
+        slots: Slots,
+        clock: StageClock,
+        *,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._transport, self._slots, self._clock, self._stream = transport, slots, clock, stream
         self._travelling: deque[tuple[Transfer | None, Transfer | None, Trip]] = deque()
@@ -210,9 +230,16 @@ class Conveyor:
             self._wait_for_oldest()
         self._slots.rewind()
 
-    def abandon(self) -> None:
-        """Forget what is on its way, once the transport has come to rest."""
+    def recover(self) -> None:
+        """Come to rest after an error; transfers that failed are forgotten."""
+        self._transport.synchronize()
         self._travelling.clear()
+        self._slots.rewind()
+
+    def close(self) -> None:
+        """Free all buffers; the transport must be at rest."""
+        self._travelling.clear()
+        self._slots.clear()
 
     def _bring(self, trip: Trip) -> _Inside:
         slot = self._slots.take(trip.tile)

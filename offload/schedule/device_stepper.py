@@ -9,25 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from offload.errors import ParameterError
-from offload.kernels.blocks import make_blocks
-from offload.kernels.device import DeviceBackend, TileTensors
+from offload.kernels.device import TileTensors
 from offload.kernels.rule import Rule
 from offload.layout import ALIGN, Chunk, Span
 from offload.parameters import ParamRecord
 from offload.report import StageClock
+from offload.schedule.device_gradients import DeviceGradients
 from offload.schedule.stepper import BlockSums, Rows
+from offload.schedule.updater import Updater
+from offload.schedule.weights import check_given_master, load_weight, store_weight
 
 __all__ = ["DeviceStepper"]
 
-SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Resident:
     """One parameter's state on the device: FP32 ``[numel]`` each; sums per block of `ALIGN` elements."""
 
@@ -39,17 +39,6 @@ class _Resident:
     sums: torch.Tensor
     nonfinite: torch.Tensor
     blocks: torch.Tensor
-    held: torch.Tensor | None = None
-    accumulated: torch.Tensor | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether there is a gradient to be applied."""
-        return self.held is not None or self.accumulated is not None
-
-    def forget(self) -> None:
-        """Let go of gradients."""
-        self.held = self.accumulated = None
 
 
 class DeviceStepper:
@@ -57,22 +46,31 @@ class DeviceStepper:
 
     Args:
         device: where parameters and state are.
-        rule: the optimizer's update rule.
+        updater: computes there.
         flush_denormals: as for the host kernels.
     """
 
     def __init__(
-        self, *, device: torch.device, rule: Rule, flush_denormals: bool, fused_sums: bool, clock: StageClock
+        self,
+        *,
+        device: torch.device,
+        updater: Updater,
+        flush_denormals: bool,
+        fused_sums: bool,
+        clock: StageClock,
     ) -> None:
-        self.rule = rule
-        self._device, self._flush, self._clock = device, flush_denormals, clock
+        self._device, self._updater, self._clock = device, updater, clock
         self._fused_sums = fused_sums
-        self._backend = DeviceBackend(rule, flush_denormals=flush_denormals)
+        self._gradients = DeviceGradients(flush_denormals=flush_denormals)
         self._params: dict[int, _Resident] = {}
         self._chunks: dict[int, Chunk] = {}
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._early: set[int] = set()
-        self._select = torch.ones(1, dtype=torch.uint8, device=device)
+
+    @property
+    def rule(self) -> Rule:
+        """See `Stepper.rule`."""
+        return self._updater.rule
 
     def add_chunks(
         self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord], masters: Mapping[int, torch.Tensor]
@@ -100,21 +98,19 @@ class DeviceStepper:
 
     def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.accumulate`."""
-        self._fold(self._params[record.index], gradient)
+        self._gradients.accumulate(record.index, gradient)
 
     def hold(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.hold`."""
-        resident = self._params[record.index]
-        if resident.held is not None:
-            self._fold(resident, resident.held)
-        resident.held = gradient
+        self._gradients.hold(record.index, gradient)
 
     def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
         """See `Stepper.step_early`: on the stream of backward, as soon as the hook has fired."""
         resident = self._params[record.index]
-        resident.held = gradient
-        self._update(resident, self._upload(rows[resident.chunk][resident.span.row]))
-        resident.forget()
+        self._gradients.hold(record.index, gradient)
+        row = rows[resident.chunk][resident.span.row]
+        self._update(resident, self._updater.upload(row[np.newaxis])[0])
+        self._gradients.forget(record.index)
         self._early.add(resident.chunk)
 
     @property
@@ -125,15 +121,15 @@ class DeviceStepper:
     def measure(self) -> None:
         """See `Stepper.measure`."""
         for resident in self._waiting():
-            self._backend.square_sums(self._tile(resident, with_sums=True), self._select)
+            self._updater.measure(self._tile(resident, with_sums=True))
 
     def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`."""
         waiting = self._waiting()
-        uploaded = self._upload(np.stack([rows[r.chunk][r.span.row] for r in waiting])) if waiting else None
-        for index, resident in enumerate(waiting):
-            assert uploaded is not None
-            self._update(resident, uploaded[index])
+        if waiting:
+            uploaded = self._updater.upload(np.stack([rows[r.chunk][r.span.row] for r in waiting]))
+            for resident, row in zip(waiting, uploaded, strict=True):
+                self._update(resident, row)
         self._clock.count("late_tiles", len(waiting))
 
     def block_sums(self, chunk: int) -> BlockSums:
@@ -147,25 +143,20 @@ class DeviceStepper:
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
-        for resident in self._params.values():
-            resident.forget()
+        self._gradients.clear()
         self._early.clear()
 
     def load_weights(self, records: Sequence[ParamRecord], *, force: bool = False) -> set[int]:
         """See `Stepper.load_weights`."""
-        changed = set()
-        for record in records:
-            resident = self._params[record.index]
-            weight = record.weight()
-            if force or not torch.equal(resident.master.to(weight.dtype), weight):
-                resident.master.copy_(weight)
-                changed.add(record.index)
-        return changed
+        masters = [(record, self._params[record.index].master) for record in records]
+        return {
+            record.index for record, master in masters if load_weight(master, record.weight(), force=force)
+        }
 
     def store_weights(self, records: Sequence[ParamRecord]) -> None:
         """See `Stepper.store_weights`."""
         for record in records:
-            record.weight().copy_(self._params[record.index].master)
+            store_weight(record.weight(), self._params[record.index].master)
             torch.autograd.graph.increment_version(record.param)
         self.finish()
 
@@ -176,6 +167,7 @@ class DeviceStepper:
 
     def close(self) -> None:
         """See `Stepper.close`."""
+        self._gradients.clear()
         self._params.clear()
         self._sums.clear()
 
@@ -190,28 +182,23 @@ class DeviceStepper:
         elements = slice(span.start, span.start + span.numel)
         blocks = slice(span.start // ALIGN, -(-(span.start + span.numel) // ALIGN))
         master, *moments = (array[elements] for array in state)
-        table = torch.from_numpy(make_blocks([(0, span.numel, 0)] if span.numel else [])).to(self._device)
+        table = self._updater.blocks(span.numel)
         return _Resident(record, chunk, span, master, tuple(moments), sums[0][blocks], sums[1][blocks], table)
 
-    def _set_master(self, resident: _Resident, master: torch.Tensor | None) -> None:
-        weight = resident.record.weight()
-        if master is None:
-            resident.master.copy_(weight)
-            return
-        resident.record.shaped(resident.master).copy_(master)
-        if not torch.equal(resident.master.to(weight.dtype), weight):
-            raise ParameterError(
-                f"masters= of {resident.record.name} do not round to the model's weights: the weights were "
-                "changed after cast_compute_weights; cast again, or leave masters out"
-            )
+    def _set_master(self, resident: _Resident, given: torch.Tensor | None) -> None:
+        if given is None:
+            load_weight(resident.master, resident.record.weight(), force=True)
+        else:
+            resident.record.shaped(resident.master).copy_(given)
+            check_given_master(resident.record, resident.master)
 
     def _waiting(self) -> list[_Resident]:
-        return [resident for resident in self._params.values() if resident.waits]
+        return [resident for index, resident in self._params.items() if self._gradients.has(index)]
 
-    def _update(self, resident: _Resident, row: torch.Tensor) -> None:
+    def _update(self, resident: _Resident, row: Any) -> None:
         """Gradients were made on backward's stream and are used on the current one: the allocator must know."""
         tile = self._tile(resident, with_sums=self._fused_sums)
-        self._backend.update(tile, row.unsqueeze(0), self._select)
+        self._updater.update(tile, row)
         stream = torch.cuda.current_stream(self._device)
         for gradient in (tile.grad, tile.acc):
             if gradient is not None:
@@ -219,10 +206,7 @@ class DeviceStepper:
         torch.autograd.graph.increment_version(resident.record.param)
 
     def _tile(self, resident: _Resident, *, with_sums: bool) -> TileTensors:
-        gradient, accumulated = resident.held, resident.accumulated
-        if gradient is None:
-            assert accumulated is not None
-            gradient, accumulated = accumulated, None
+        gradient, accumulated = self._gradients.take(resident.record.index)
         return TileTensors(
             grad=gradient,
             acc=accumulated,
@@ -234,27 +218,5 @@ class DeviceStepper:
             blocks=resident.blocks,
         )
 
-    def _fold(self, resident: _Resident, gradient: torch.Tensor) -> None:
-        """Add to the accumulator with the host kernels' bits: denormals flushed in and out where they are there."""
-        fresh = gradient.to(torch.float32, copy=True)
-        if resident.accumulated is None:
-            resident.accumulated = fresh
-            return
-        total = resident.accumulated
-        if self._flush:
-            _flush_denormals(fresh)
-            _flush_denormals(total)
-        total.add_(fresh)
-        if self._flush:
-            _flush_denormals(total)
-
-    def _upload(self, rows: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(rows)).to(self._device)
-
     def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)
-
-
-def _flush_denormals(tensor: torch.Tensor) -> None:
-    """Denormals become zeros of their sign, in place; NaN stays."""
-    tensor.mul_((tensor.abs() >= SMALLEST_NORMAL).to(tensor.dtype))

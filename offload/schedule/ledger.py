@@ -49,10 +49,12 @@ class Ledger:
         self._doubles: set[int] = set()
         self._fires: dict[int, int] = {}
         self._stepped: set[int] = set()
+        self._unclear: set[int] = set()
         self._backwards = 0
         self._accumulated_backwards = 0
         self._in_accumulate = False
         self._context_used = False
+        self._ends_are_seen = False
 
     def add_chunk(self, chunk: int, params: Iterable[int]) -> None:
         """Register a chunk's parameters; they are observed in their first step."""
@@ -88,6 +90,7 @@ class Ledger:
 
     def end_backward(self) -> None:
         """A backward pass in which gradients came has ended."""
+        self._ends_are_seen = True
         self._backwards += 1
         if self._in_accumulate:
             self._accumulated_backwards += 1
@@ -96,9 +99,12 @@ class Ledger:
         """A gradient of `param` has come; say what to do with it. Call `is_extra` first."""
         count = self._fires[param] = self._fires.get(param, 0) + 1
         self._context_used |= self._in_accumulate
+        chunk = self._chunk_of[param]
+        if self._ends_are_seen and count > self._backwards + 1:  # twice in one backward pass: which is the last?
+            self._unclear.add(chunk)
         if self._in_accumulate or (not self._context_used and count < self.accumulation_steps):
             return Intake.ACCUMULATE
-        if not self.may_step_early(self._chunk_of[param]):
+        if chunk in self._unclear or not self.may_step_early(chunk):
             return Intake.HOLD
         self._stepped.add(param)
         return Intake.STEP
@@ -145,6 +151,7 @@ class Ledger:
         """Drop what came since the last step, without learning from it."""
         self._fires.clear()
         self._stepped.clear()
+        self._unclear.clear()
         self._backwards = self._accumulated_backwards = 0
         self._context_used = False
 

@@ -10,7 +10,7 @@ replaced behind our back, by anybody, is found and taken in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,16 @@ from offload.distributed import local_shard, shard_like
 from offload.layout import layer_namer
 from offload.schedule.state_memory import HostMemory
 
-__all__ = ["CHUNK_BYTES", "SLOT_ALIGN_BYTES", "Place", "Slot", "StateBlock", "StateChunk", "find_tensors", "plan_chunks"]
+__all__ = [
+    "CHUNK_BYTES",
+    "SLOT_ALIGN_BYTES",
+    "Place",
+    "Slot",
+    "StateBlock",
+    "StateChunk",
+    "find_tensors",
+    "plan_chunks",
+]
 
 CHUNK_BYTES = 128 << 20
 """Parameter bytes of a chunk, unless a single parameter is larger: parts of a layer are smaller than the layer."""
@@ -81,14 +90,17 @@ class StateBlock:
         tensors: what to make room for, by parameter and path; nothing is copied.
     """
 
-    def __init__(self, tensors: Sequence[tuple[int, Path, torch.Tensor]], memory: HostMemory, name: str) -> None:
+    def __init__(
+        self, tensors: Sequence[tuple[int, Path, torch.Tensor]], memory: HostMemory, name: str
+    ) -> None:
         self.slots = _lay_out(tensors)
         self.num_bytes = _aligned(self.slots[-1].stop) if self.slots else 0
         self._memory = memory
         self._slab = memory.allocate(self.num_bytes, name)
         self.bytes_host = self._slab.tensor(torch.uint8)
         self.host = [
-            shard_like(like, slot.view(self.bytes_host)) for slot, (*_, like) in zip(self.slots, tensors, strict=True)
+            shard_like(like, slot.view(self.bytes_host))
+            for slot, (*_, like) in zip(self.slots, tensors, strict=True)
         ]
         self._on_device: tuple[int, list[torch.Tensor]] = (0, [])
 
@@ -96,7 +108,9 @@ class StateBlock:
         """The same tensors in `memory`, ``num_bytes`` on the device; made anew only where its address changes."""
         address = memory.data_ptr()
         if self._on_device[0] != address or len(self._on_device[1]) != len(self.slots):
-            views = [shard_like(host, slot.view(memory)) for host, slot in zip(self.host, self.slots, strict=True)]
+            views = [
+                shard_like(host, slot.view(memory)) for host, slot in zip(self.host, self.slots, strict=True)
+            ]
             self._on_device = address, views
         return self._on_device[1]
 
@@ -104,7 +118,7 @@ class StateBlock:
         """Let go of the views that `on_device` made."""
         self._on_device = 0, []
 
-    def ranges(self, params: set[int]) -> list[tuple[int, int]]:
+    def ranges(self, params: Collection[int]) -> list[tuple[int, int]]:
         """Bytes of the state of `params`, adjacent ranges joined."""
         joined: list[tuple[int, int]] = []
         previous = -1
@@ -132,11 +146,16 @@ class StateChunk:
         self.params = tuple(params)
         self.device = device
         self.block: StateBlock | None = None
+        self.paths: dict[torch.Tensor, set[Path]] = {}
+        """By parameter, what of its state goes to the device, also where it stands on the host just now."""
 
     def places(self, state: Mapping[Any, Any]) -> list[Place]:
         """Tensors of this chunk's `state` that are on the device while it is stepped, in the order of the slots."""
-        known = self.known_paths
-        return [place for place in self.all_places(state) if self._is_ours(place, known)]
+        return [
+            place
+            for place in self.all_places(state)
+            if place.tensor.device == self.device or self.expects(place)
+        ]
 
     def all_places(self, state: Mapping[Any, Any]) -> list[Place]:
         """All tensors of this chunk's `state` that could be moved."""
@@ -147,10 +166,9 @@ class StateChunk:
                 found += [place for place in find_tensors(entry, index) if place.tensor is not param]
         return found
 
-    @property
-    def known_paths(self) -> set[tuple[int, Path]]:
-        """Parameter and path of what is in the block."""
-        return {(slot.param, slot.path) for slot in self.block.slots} if self.block else set()
+    def expects(self, place: Place) -> bool:
+        """Whether what stands there goes to the device, as `paths` says."""
+        return place.path in self.paths.get(self.params[place.param], ())
 
     def holds(self, places: Sequence[Place]) -> bool:
         """Whether `places` are the block's host tensors, all of them and nothing else."""
@@ -158,7 +176,10 @@ class StateChunk:
         return len(places) == len(host) and all(p.tensor is h for p, h in zip(places, host, strict=True))
 
     def settle(
-        self, places: Sequence[Place], memory: HostMemory, copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None]
+        self,
+        places: Sequence[Place],
+        memory: HostMemory,
+        copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
     ) -> None:
         """Move what stands at `places` into a new block; the old one is given back.
 
@@ -174,6 +195,7 @@ class StateChunk:
             self.block = block
             for place, host in zip(places, block.host, strict=True):
                 place.put(host)
+                self.paths.setdefault(self.params[place.param], set()).add(place.path)
         if old is not None:
             old.close()
 
@@ -182,9 +204,6 @@ class StateChunk:
         if self.block is not None:
             self.block.close()
             self.block = None
-
-    def _is_ours(self, place: Place, known: set[tuple[int, Path]]) -> bool:
-        return place.tensor.device == self.device or (place.param, place.path) in known
 
 
 def find_tensors(entry: Any, param: int = 0, path: Path = ()) -> Iterator[Place]:
@@ -267,5 +286,5 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _can_move(tensor: torch.Tensor) -> bool:
-    local = local_shard(tensor)
+    local = tensor if type(tensor) is torch.Tensor else local_shard(tensor)
     return type(local) is torch.Tensor and local.layout is torch.strided and local.device.type != "meta"

@@ -44,11 +44,15 @@ class HostMemory:
         """
         budget = self._config.host_budget
         if budget is not None and self.num_bytes + num_bytes > budget:
-            raise MemoryBudgetError(f"{name}: {num_bytes} bytes beside the {self.num_bytes} that are mapped are more than "
-                                    f"config.host_budget={budget}; raise it, or offload fewer parameters")
+            raise MemoryBudgetError(
+                f"{name}: {num_bytes} bytes beside the {self.num_bytes} that are mapped are more than "
+                f"config.host_budget={budget}; raise it, or offload fewer parameters"
+            )
         pin = self._device.type == "cuda" and self._may_pin(num_bytes)
         device = self._device if pin else None
-        slab = allocate(num_bytes, name=name, pin=pin, fallback_pageable=True, touch=_fill_zeros, device=device)
+        slab = allocate(
+            num_bytes, name=name, pin=pin, fallback_pageable=True, touch=_fill_zeros, device=device
+        )
         self._slabs[slab] = pin
         return slab
 
@@ -67,8 +71,10 @@ class HostMemory:
         fits = budget is None or self.pinned_bytes + num_bytes <= budget
         if not fits and not self._warned:
             self._warned = True
-            logger.warning("config.pinned_budget=%d is reached: further state is pageable, and about 7 times slower to move",
-                           budget)
+            logger.warning(
+                "config.pinned_budget=%d is reached: further state is pageable, and about 7 times slower to move",
+                budget,
+            )
         return fits
 
 

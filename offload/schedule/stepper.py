@@ -35,8 +35,9 @@ class Stepper(Protocol):
     Made with ``fused_sums``: whether updates take the squared sums on their way, or `measure` has taken them before.
     """
 
-    rule: Rule
-    """Makes the rows that `step_early` and `step_rest` take."""
+    @property
+    def rule(self) -> Rule:
+        """Makes the rows that `step_early` and `step_rest` take."""
 
     def add_chunks(
         self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord], masters: Mapping[int, torch.Tensor]

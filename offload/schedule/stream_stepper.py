@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.errors import ParameterError
+from offload.errors import StateError
 from offload.kernels.device import TileTensors
 from offload.kernels.rule import Rule
 from offload.layout import ALIGN, Chunk, Piece
@@ -27,7 +27,7 @@ from offload.report import StageClock
 from offload.schedule.conveyor import Conveyor, PieceView, Slots, SlotView, Trip
 from offload.schedule.device_gradients import DeviceGradients
 from offload.schedule.stepper import BlockSums, Rows
-from offload.schedule.stream_state import StreamState, StreamTile, fill_zero
+from offload.schedule.stream_tiles import StreamState, StreamTile, fill_zero
 from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
 from offload.schedule.worker import Call, Worker
@@ -52,3 +52,338 @@ def stream_tile_numel(tile_numel: int, num_arrays: int) -> int:
     """Elements of the tiles in which state of `num_arrays` FP32 arrays travels, where `tile_numel` is the most."""
     fits = BUFFER_BYTES // (NUM_SLOTS * 4 * max(num_arrays, 1)) // ALIGN * ALIGN
     return min(tile_numel, fits)
+
+
+class StreamStepper:
+    """Implements `Stepper` for placement STREAM.
+
+    Args:
+        transport: between host and device; closed with the stepper.
+        slots: the device buffers; how many there are, and the transport, make the mode.
+        updater: computes on the device; started on the thread that will use it.
+        stream: for the updates on a GPU; None: they run on the caller's current stream.
+        tile_numel: most elements of a tile.
+        backlog_tiles: tiles whose gradients may be kept alive by early updates that have not ended.
+        fused_sums: see `Stepper`.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        slots: Slots,
+        updater: Updater,
+        worker: Worker,
+        stream: torch.cuda.Stream | None,
+        tile_numel: int,
+        backlog_tiles: int,
+        flush_denormals: bool,
+        fused_sums: bool,
+        clock: StageClock,
+    ) -> None:
+        self._transport, self._updater, self._worker, self._clock = transport, updater, worker, clock
+        self._fused_sums, self._backlog_tiles = fused_sums, backlog_tiles
+        self._on_gpu = transport.device.type == "cuda"
+        self._conveyor = Conveyor(transport, slots, clock, stream=stream)
+        self._gradients = DeviceGradients(flush_denormals=flush_denormals)
+        self._state = StreamState(
+            updater.rule,
+            pin_for=transport.device if self._on_gpu else None,
+            touch=fill_zero,
+            tile_numel=stream_tile_numel(tile_numel, 1 + len(updater.rule.state_names)),
+        )
+        self._changed = False
+        self._reset_books()
+        try:
+            updater.start() if self._on_gpu else worker.call(updater.start)
+        except BaseException:
+            transport.close()
+            raise
+
+    @property
+    def rule(self) -> Rule:
+        """See `Stepper.rule`."""
+        return self._updater.rule
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def add_chunks(
+        self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord], masters: Mapping[int, torch.Tensor]
+    ) -> None:
+        """See `Stepper.add_chunks`. Memory is touched by the worker, which is bound to the device's node."""
+        self.finish()
+        self._worker.call(lambda: self._state.add(chunks, records))
+        for tile in self._state.tiles:
+            self._conveyor.fit(tile.tile.numel, len(tile.state))
+            for piece in tile.tile.pieces:
+                self._updater.blocks(piece.numel)
+        mine = [records[span.param] for chunk in chunks for span in chunk.spans]
+        for record in mine:
+            given = masters.get(record.index)
+            if given is None:
+                load_weight(self._master(record), record.weight(), force=True)
+            else:
+                self._take_given_master(record, given)
+
+    def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
+        """See `Stepper.state`. An FP32 weight is its own master."""
+        return self._state.places[record.index].state()
+
+    def block_sums(self, chunk: int) -> BlockSums:
+        """See `Stepper.block_sums`."""
+        state = self._state.chunks[chunk]
+        return BlockSums(state.sums.numpy(), state.nonfinite.numpy())
+
+    def load_weights(self, records: Sequence[ParamRecord], *, force: bool = False) -> set[int]:
+        """See `Stepper.load_weights`."""
+        self.finish()
+        self._aim(records)
+        return {r.index for r in records if load_weight(self._master(r), r.weight(), force=force)}
+
+    def store_weights(self, records: Sequence[ParamRecord]) -> None:
+        """See `Stepper.store_weights`."""
+        self.finish()
+        self._aim(records)
+        for record in records:
+            store_weight(record.weight(), self._master(record))
+            torch.autograd.graph.increment_version(record.param)
+        self.finish()
+
+    @property
+    def host_bytes(self) -> int:
+        """See `Stepper.host_bytes`."""
+        return self._state.num_bytes
+
+    # Gradients --------------------------------------------------------------------------------------------------
+
+    def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
+        """See `Stepper.accumulate`."""
+        self._gradients.accumulate(record.index, gradient)
+
+    def hold(self, record: ParamRecord, gradient: torch.Tensor) -> None:
+        """See `Stepper.hold`."""
+        self._gradients.hold(record.index, gradient)
+
+    def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
+        """See `Stepper.step_early`."""
+        self._gradients.hold(record.index, gradient)
+        self._arrived[record.index] = self._transport.record_ready()
+        complete = [
+            tile
+            for tile, _ in self._state.places[record.index].parts
+            if self._is_complete_with_one_more(tile)
+        ]
+        if not complete:
+            return
+        self._early |= {tile.key: tile for tile in complete}
+        trips = self._step_trips(complete, rows)
+        self._let_go(complete)
+        self._do_later(lambda: self._run_early(trips))
+
+    @property
+    def stepped_early(self) -> list[str]:
+        """See `Stepper.stepped_early`."""
+        names = {key[0]: tile.chunk.name for key, tile in self._early.items()}
+        return [names[index] for index in sorted(names)]
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    def measure(self) -> None:
+        """See `Stepper.measure`. No state moves."""
+        after = [self._transport.record_ready()]
+        trips = [
+            Trip(tile, partial(self._measure, tile, self._waiting_in(tile)), False, True, after)
+            for tile in self._waiting_tiles()
+        ]
+        self._do(lambda: self._conveyor.run(trips))
+
+    def step_rest(self, rows: Rows) -> None:
+        """See `Stepper.step_rest`."""
+        tiles = self._waiting_tiles()
+        trips = self._step_trips(tiles, rows)
+        self._late += len(tiles)
+        with self._clock.stage("issue"):
+            self._do(lambda: self._conveyor.run(trips))
+
+    def finish(self) -> None:
+        """See `Stepper.finish`."""
+        with self._clock.stage("wait_state"):
+            self._do(self._conveyor.finish)
+            if self._on_gpu:
+                torch.cuda.synchronize(self._transport.device)
+
+    def end_step(self, keep_held: Collection[int]) -> None:
+        """See `Stepper.end_step`."""
+        self._clock.count("early_tiles", len(self._early))
+        self._clock.count("late_tiles", self._late)
+        self._reset_books()
+
+    def close(self) -> None:
+        """See `Stepper.close`. Memory is unmapped last: no copy may be running then."""
+        self._worker.close()
+        self._transport.close()
+        self._conveyor.close()
+        self._reset_books()
+        self._state.close()
+
+    # Books ------------------------------------------------------------------------------------------------------
+
+    def _reset_books(self) -> None:
+        self._gradients.clear()
+        self._arrived: dict[int, Ready] = {}
+        self._missing: dict[tuple[int, int], int] = {}
+        self._early: dict[tuple[int, int], StreamTile] = {}
+        self._late = 0
+        self._changed = False
+
+    def _is_complete_with_one_more(self, tile: StreamTile) -> bool:
+        missing = self._missing.get(tile.key, len(tile.tile.pieces)) - 1
+        self._missing[tile.key] = missing
+        return not missing
+
+    def _let_go(self, tiles: Iterable[StreamTile]) -> None:
+        """Drop our references to gradients all of whose tiles are on their way now; their trips have their own."""
+        for param in {piece.param for tile in tiles for piece in tile.tile.pieces}:
+            if all(tile.key in self._early for tile, _ in self._state.places[param].parts):
+                self._gradients.forget(param)
+                self._arrived.pop(param, None)
+
+    def _waiting_tiles(self) -> list[StreamTile]:
+        """Tiles with a gradient to be applied that were not updated early."""
+        return [
+            tile
+            for tile in self._state.tiles
+            if tile.key not in self._early
+            and any(self._gradients.has(piece.param) for piece in tile.tile.pieces)
+        ]
+
+    def _waiting_in(self, tile: StreamTile) -> list[tuple[int, Gradient]]:
+        """Positions of the pieces that have a gradient, and it."""
+        pieces = enumerate(tile.tile.pieces)
+        return [(index, self._gradients.take(p.param)) for index, p in pieces if self._gradients.has(p.param)]
+
+    # Trips ------------------------------------------------------------------------------------------------------
+
+    def _step_trips(self, tiles: Sequence[StreamTile], rows: Rows) -> list[Trip]:
+        """Trips that update `tiles` with the gradients that are there now; the weights count as written from here on."""
+        waiting = {tile.key: self._waiting_in(tile) for tile in tiles}
+        params = sorted({tile.tile.pieces[index].param for tile in tiles for index, _ in waiting[tile.key]})
+        if not params:
+            return []
+        uploaded = dict(zip(params, self._updater.upload(self._rows_of(params, rows)), strict=True))
+        now = self._transport.record_ready()
+        trips = []
+        for tile in tiles:
+            pieces = tile.tile.pieces
+            work = partial(
+                self._update, tile, waiting[tile.key], [uploaded.get(piece.param) for piece in pieces]
+            )
+            arrived = [self._arrived[piece.param] for piece in pieces if piece.param in self._arrived]
+            trips.append(Trip(tile, work, True, self._fused_sums, [now, *arrived]))
+        for param in params:
+            torch.autograd.graph.increment_version(self._state.records[param].param)
+        return trips
+
+    def _rows_of(self, params: Sequence[int], rows: Rows) -> np.ndarray:
+        places = [self._state.places[param] for param in params]
+        return np.stack([rows[place.chunk.chunk.index][place.span.row] for place in places])
+
+    def _update(
+        self, tile: StreamTile, waiting: Sequence[tuple[int, Gradient]], rows: Sequence[Any], view: SlotView
+    ) -> None:
+        self._changed = True
+        for index, gradient in waiting:
+            tensors = self._tensors(tile, index, view.pieces[index], gradient, with_sums=self._fused_sums)
+            self._updater.update(tensors, rows[index])
+
+    def _measure(self, tile: StreamTile, waiting: Sequence[tuple[int, Gradient]], view: SlotView) -> None:
+        for index, gradient in waiting:
+            self._updater.measure(self._tensors(tile, index, view.pieces[index], gradient, with_sums=True))
+
+    def _tensors(
+        self, tile: StreamTile, index: int, view: PieceView, gradient: Gradient, *, with_sums: bool
+    ) -> TileTensors:
+        piece, weight = tile.tile.pieces[index], tile.weights[index]
+        last, total = gradient
+        master, *moments = view.state if tile.owns_master else (weight, *view.state)
+        return TileTensors(
+            grad=_part(last, piece),
+            acc=None if total is None else _part(total, piece),
+            master=master,
+            moments=tuple(moments),
+            weight=weight if tile.owns_master else None,
+            sums=view.sums if with_sums else None,
+            nonfinite=view.nonfinite if with_sums else None,
+            blocks=self._updater.blocks(piece.numel),
+        )
+
+    def _run_early(self, trips: Sequence[Trip]) -> None:
+        self._conveyor.run(trips)
+        self._conveyor.reap(self._backlog_tiles)
+
+    # Threads and errors -----------------------------------------------------------------------------------------
+
+    def _do(self, function: Callable[[], None]) -> None:
+        """Run `function` on the thread that computes.
+
+        Raises:
+            StateError: it failed, and nothing had been changed since the last step.
+            WorkerError: it failed otherwise: some tiles hold the new step, others the old one.
+        """
+        if not self._on_gpu:
+            self._worker.call(lambda: self._guard(function))
+            return
+        try:
+            self._guard(function)
+        except Exception:
+            self._worker.raise_error()
+            raise
+
+    def _do_later(self, function: Callable[[], None]) -> None:
+        """The same from a gradient hook, in which nothing may be raised: the next public call does."""
+        self._changed = True
+        if not self._on_gpu:
+            self._worker.submit(Call(lambda: self._guard(function)))
+            return
+        try:
+            self._guard(function)
+        except Exception:
+            logger.debug("kept for the next public call", exc_info=True)
+
+    def _guard(self, function: Callable[[], None]) -> None:
+        if self._worker.failed:
+            return
+        try:
+            function()
+        except BaseException as error:
+            if self._changed or not isinstance(error, Exception):
+                self._worker.fail(error)
+                raise
+            self._conveyor.recover()
+            raise StateError(
+                f"the step did not begin ({type(error).__name__}: {error}); nothing was changed and the "
+                "gradients are kept: call step() again, or zero_grad() to drop them"
+            ) from error
+
+    # Weights ----------------------------------------------------------------------------------------------------
+
+    def _master(self, record: ParamRecord) -> torch.Tensor:
+        return self.state(record)["master"]
+
+    def _take_given_master(self, record: ParamRecord, given: torch.Tensor) -> None:
+        if record.kind.weight == "fp32":
+            flat = torch.empty_like(record.weight(), device="cpu")
+            record.shaped(flat).copy_(given)
+            check_given_master(record, flat)
+        else:
+            record.shaped(self._master(record)).copy_(given)
+            check_given_master(record, self._master(record))
+
+    def _aim(self, records: Iterable[ParamRecord]) -> None:
+        for record in records:
+            for tile, _ in self._state.places[record.index].parts:
+                tile.aim()
+
+
+def _part(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return flat[piece.param_start : piece.param_start + piece.numel]

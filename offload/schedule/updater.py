@@ -19,7 +19,7 @@ from offload.kernels.backend import Backend, TileArrays, Variant
 from offload.kernels.blocks import make_blocks
 from offload.kernels.device import DeviceBackend, TileTensors, is_available
 from offload.kernels.rule import AdamWRule, Rule
-from offload.kernels.torch_backend import TorchAdamWRule, unpack_adamw_row
+from offload.kernels.torch_backend import TorchAdamWRule, fused_adamw
 from offload.layout import ALIGN
 
 __all__ = ["DeviceUpdater", "FusedUpdater", "HostUpdater", "Updater", "make_device_updater"]
@@ -90,7 +90,8 @@ class DeviceUpdater:
             self._backend.warm(variant, self._device)
 
     def upload(self, rows: Array) -> Sequence[torch.Tensor]:
-        return torch.from_numpy(np.ascontiguousarray(rows)).to(self._device).split(1)
+        uploaded = torch.from_numpy(np.ascontiguousarray(rows)).to(self._device)
+        return [uploaded[index : index + 1] for index in range(len(rows))]
 
     def update(self, tile: TileTensors, row: torch.Tensor) -> None:
         self._backend.update(tile, row, self._select)
@@ -118,7 +119,7 @@ class FusedUpdater:
         gradient = _whole_gradient(tile)
         _write_sums(tile, gradient)
         if self._is_adamw:
-            _fused_adamw(tile, gradient, row)
+            fused_adamw(row, [tile.master], [gradient], *([moment] for moment in tile.moments))
         else:
             decay, step_size, coefficient = (float(value) for value in row)
             sign = torch.where(gradient.isnan(), gradient, gradient.mul_(coefficient).sign())
@@ -170,7 +171,12 @@ class HostUpdater:
         assert tile.sums is not None
         assert tile.nonfinite is not None
         self._backend.square_sums(
-            _array(tile.grad), accumulated, tile.sums.numpy(), tile.nonfinite.numpy(), tile.blocks.numpy(), self._select
+            _array(tile.grad),
+            accumulated,
+            tile.sums.numpy(),
+            tile.nonfinite.numpy(),
+            tile.blocks.numpy(),
+            self._select,
         )
 
     def _prepare(self, tile: TileTensors, weight: str | None) -> None:
@@ -191,8 +197,11 @@ def make_device_updater(
         updater = DeviceUpdater(device, rule, flush_denormals=flush_denormals, variants=variants)
         updater.start()
     except KernelError as error:
-        logger.warning("torch's fused kernel steps on the device instead of ours (%s): results are right, but their "
-                       "last bits differ from those of the host kernels", error)
+        logger.warning(
+            "torch's fused kernel steps on the device instead of ours (%s): results are right, but their "
+            "last bits differ from those of the host kernels",
+            error,
+        )
         return FusedUpdater(device, rule)
     return updater
 
@@ -220,13 +229,3 @@ def _write_sums(tile: TileTensors, gradient: torch.Tensor) -> None:
     padded = torch.nn.functional.pad(gradient, (0, -gradient.numel() % ALIGN)).view(-1, ALIGN)
     tile.sums.copy_(padded.double().square_().sum(dim=1))
     tile.nonfinite.copy_(padded.isfinite().all(dim=1).logical_not_())
-
-
-def _fused_adamw(tile: TileTensors, gradient: torch.Tensor, row: Array) -> None:
-    hyper = unpack_adamw_row(row)
-    gradient.mul_(hyper.pop("coef"))
-    step = torch.full((), hyper.pop("step"), dtype=torch.float32, device=gradient.device)
-    exp_avg, exp_avg_sq = tile.moments
-    torch._fused_adamw_(
-        [tile.master], [gradient], [exp_avg], [exp_avg_sq], [], [step], amsgrad=False, maximize=False, **hyper
-    )

@@ -40,8 +40,10 @@ def check_given_master(record: ParamRecord, master: torch.Tensor) -> None:
         ParameterError: it does not round to the compute weight.
     """
     if not _rounds_to(master, record.weight()):
-        raise ParameterError(f"masters= of {record.name} do not round to the model's weights: the weights were changed after "
-                             "cast_compute_weights; cast again, or leave masters out to start from the weights")
+        raise ParameterError(
+            f"masters= of {record.name} do not round to the model's weights: the weights were changed after "
+            "cast_compute_weights; cast again, or leave masters out to start from the weights"
+        )
 
 
 def _rounds_to(master: torch.Tensor, weight: torch.Tensor) -> bool:

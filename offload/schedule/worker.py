@@ -146,6 +146,10 @@ class Worker:
                 "old, part new; build a new optimizer and load the last checkpoint"
             ) from error
 
+    def fail(self, error: BaseException) -> None:
+        """Go no further because of `error`, which another thread met: `raise_error` raises it from now on."""
+        self._outcome.fail(error)
+
     def submit(self, job: Job) -> None:
         """Queue `job`; blocks while the queue is full. Never raises the worker's errors: hooks call this."""
         if self.failed or self._closed:

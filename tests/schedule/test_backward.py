@@ -20,19 +20,26 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Watched:
-    """Parameters whose hooks feed a watch; keeps what happened in order: a parameter's number, or ``"end"``."""
+    """Parameters whose hooks feed a watch; keeps what happened in order: a parameter's number, or ``"end"``.
+
+    `told` says for each fire whether the watch took it for one after an interrupted pass.
+    """
 
     def __init__(self, num_params: int = 4) -> None:
         self.params = [torch.nn.Parameter(torch.ones(2)) for _ in range(num_params)]
         self.events: list[int | str] = []
-        self.answers: list[bool] = []
+        self.told: list[bool] = []
+        self.refuses = False
         self.watch = BackwardWatch(lambda: self.events.append("end"))
         for index, parameter in enumerate(self.params):
             self.attach(index, parameter)
 
     def attach(self, index: int, parameter: torch.Tensor) -> None:
         def fire(_: torch.Tensor) -> None:
-            self.answers.append(self.watch.note_fire())
+            self.told.append(self.watch.follows_interruption())
+            if self.refuses:
+                raise RuntimeError("refused")
+            self.watch.note_fire()
             self.events.append(index)
 
         parameter.register_post_accumulate_grad_hook(fire)
@@ -102,7 +109,7 @@ def test_one_end_after_each_pass() -> None:
         watched.layer(0, 1, 2, 3)(ones()).sum().backward()
     assert watched.num_ends() == 3
     assert watched.events[4::5] == ["end"] * 3
-    assert all(watched.answers)
+    assert not any(watched.told)
     assert not watched.watch.interrupted
 
 
@@ -139,7 +146,7 @@ def test_checkpoints_do_not_end_a_pass_early(kinds: tuple[bool | None, bool | No
         x = layer(x)
     watched.layer(3)(x).sum().backward()
     assert watched.events == [3, 2, 1, 0, "end"]
-    assert all(watched.answers)
+    assert not any(watched.told)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -151,7 +158,7 @@ def test_nested_checkpoints_do_not_end_a_pass_early(outer: bool, inner: bool) ->
     watched.layer(3)(block(watched.layer(0)(ones()))).sum().backward()
     assert sorted(watched.events[:-1]) == [0, 1, 2, 3]
     assert watched.events[-1] == "end"
-    assert all(watched.answers)
+    assert not any(watched.told)
 
 
 def test_the_end_may_stay_unseen_but_is_never_early() -> None:
@@ -177,7 +184,7 @@ def test_a_backward_inside_a_backward_is_no_pass_of_its_own() -> None:
     x = BackwardInside.apply(watched.layer(0)(ones()), lambda: watched.layer(1)(ones()))
     watched.layer(2)(x).sum().backward()
     assert watched.events == [2, 1, 0, "end"]
-    assert all(watched.answers)
+    assert not any(watched.told)
 
 
 @pytest.mark.parametrize("file", ["train_function.py", "function.py"])
@@ -208,11 +215,24 @@ def test_an_exception_leaves_the_pass_interrupted() -> None:
 
 
 def test_after_an_exception_the_next_pass_is_told() -> None:
+    """At its first fire; where that one's gradient is taken all the same, a new pass has begun."""
     watched = Watched()
     fail_in_backward(watched)
-    watched.layer(0)(ones()).sum().backward()
-    assert watched.answers == [True, False]
-    assert watched.num_ends() == 0
+    watched.layer(0, 2)(ones()).sum().backward()
+    assert watched.told == [False, True, False]
+    assert watched.events == [1, 2, 0, "end"]
+    assert not watched.watch.interrupted
+
+
+def test_a_refused_gradient_does_not_begin_a_pass() -> None:
+    """A hook that raises instead of calling `note_fire`: every later pass is told as well."""
+    watched = Watched()
+    fail_in_backward(watched)
+    watched.refuses = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="refused"):
+            watched.layer(0)(ones()).sum().backward()
+    assert watched.told == [False, True, True]
     assert watched.watch.interrupted
 
 
@@ -223,7 +243,7 @@ def test_reset_makes_a_fresh_start() -> None:
     assert not watched.watch.interrupted
     watched.layer(0)(ones()).sum().backward()
     assert watched.events == [1, 0, "end"]
-    assert all(watched.answers)
+    assert not any(watched.told)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -252,7 +272,7 @@ def test_passes_may_come_from_different_threads() -> None:
         run_in_thread(watched.layer(0, 1)(ones()).sum().backward)
         watched.layer(2)(ones()).sum().backward()
     assert watched.events == [1, 0, "end", 2, "end"] * 2
-    assert all(watched.answers)
+    assert not any(watched.told)
 
 
 def test_reentrant_checkpoint_in_a_side_thread() -> None:
@@ -311,7 +331,7 @@ def test_refused_callbacks_cost_the_hint_and_one_warning(
         for _ in range(3):
             watched.layer(0, 1)(ones()).sum().backward()
     assert watched.events == [1, 0] * 3
-    assert all(watched.answers)
+    assert not any(watched.told)
     assert not watched.watch.interrupted
     assert caplog.text.count("no callbacks here") == 1
 

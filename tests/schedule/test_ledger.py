@@ -115,7 +115,8 @@ CASES = [
 def test_no_gradient_is_lost(
     declared: int, chunks: dict[int, list[int]], past: tuple[str, str], ends: bool
 ) -> None:
-    """Every gradient is taken in or refused; of one chunk, never both held and stepped; a refusal has a reason."""
+    """Every gradient is taken in or refused; a refusal has a reason. Of one chunk, never both held and stepped, but
+    where the ends of passes are suddenly not seen any more: then what is unclear is held."""
     for step in STEPS:
         ledger = make(declared, chunks, past=past)
         outcome = play(ledger, step, ends=ends)
@@ -124,7 +125,7 @@ def test_no_gradient_is_lost(
             assert Intake.STEP not in outcome.of(param)[:-1]
         for members in chunks.values():
             intakes = {intake for param in members for intake in outcome.of(param)}
-            assert not {Intake.HOLD, Intake.STEP} <= intakes
+            assert not ends or not {Intake.HOLD, Intake.STEP} <= intakes
         if outcome.extra is None:
             assert sum(len(outcome.of(param)) for param in PARAMS) == sum(
                 count(step, param) for param in PARAMS

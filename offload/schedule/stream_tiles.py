@@ -6,7 +6,7 @@ moments alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,6 +146,8 @@ class StreamState:
         self, slabs: list[Slab], name: str, chunks: Sequence[Chunk], dtype: torch.dtype, *, per: int = 1
     ) -> dict[int, torch.Tensor]:
         """One slab with an element for every `per` ones of `chunks`; its parts by chunk index."""
+        if not chunks:
+            return {}
         total = sum(chunk.numel // per for chunk in chunks)
         slab = allocate(
             max(total * dtype.itemsize, 1),
