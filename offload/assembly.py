@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -171,7 +171,7 @@ def _make_stream_stepper(
     """Only chunked-stream has streams: its copies and its updates run on three of their own."""
     on_gpu = device.type == "cuda"
     if on_gpu:
-        updater = _make_updater(device, rule, records, options)
+        updater = _make_updater(device, rule, records, options, own_masters=True)
     else:
         updater = HostUpdater(_make_backend(rule, (), budget, options))
     overlaps = mode == "chunked-stream"
@@ -192,9 +192,19 @@ def _make_stream_stepper(
 
 
 def _make_updater(
-    device: torch.device, rule: KernelRule, records: Sequence[ParamRecord], options: Options
+    device: torch.device,
+    rule: KernelRule,
+    records: Sequence[ParamRecord],
+    options: Options,
+    *,
+    own_masters: bool = False,
 ) -> Updater:
+    """`own_masters`: FP32 weights are masters themselves, and no separate weight is written."""
     variants = _variants({record.kind for record in records}, options)
+    if own_masters:
+        variants = [
+            replace(variant, weight=None) if variant.weight == "fp32" else variant for variant in variants
+        ]
     return make_device_updater(device, rule, flush_denormals=options.flush_denormals, variants=variants)
 
 

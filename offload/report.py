@@ -39,14 +39,15 @@ class StepReport:
     """Tiles that were stepped at ``step()``."""
 
     bytes_to_host: int = 0
-    """Gradient bytes that crossed to the host."""
+    """Bytes that crossed to the host: gradients, or streamed state."""
 
     bytes_to_device: int = 0
-    """Weight bytes that crossed to the device."""
+    """Bytes that crossed to the device: weights, or streamed state."""
 
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds by stage: ``wait_gradient``, ``kernel``, ``wait_slot``, ``issue`` are the worker's since the step
-    before; ``hook`` is what gradient hooks took, held-up time included; ``exposed`` is what ``step()`` itself took."""
+    before; ``hook`` is what gradient hooks took, held-up time included; ``exposed`` is what ``step()`` itself took.
+    Where state is streamed, ``issue`` and ``wait_state`` are what ``step()`` took to start all tiles and to wait for the last."""
 
     def as_dict(self, prefix: str = "offload/") -> dict[str, float]:
         """Flat name → number, for wandb, tensorboard and the like."""

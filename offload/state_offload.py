@@ -245,6 +245,7 @@ class CPUOffloadOptimizer(OptimizerProxy):
         """Give back host and device memory. The base's state stays readable, on the host. Closing twice is fine."""
         if self._finalizer.alive:
             self._stream.release(self._chunks)
+            self._chunks.clear()
             self._finalizer()
 
     def __enter__(self) -> CPUOffloadOptimizer:

@@ -53,6 +53,7 @@ UPDATE_BYTES = 28  # read: gradient 2, master 4, moments 8; written: master 4, m
 TRIAD_BYTES = 12
 STEP = 10
 HUGE_PAGE = 2 << 20
+DENORMAL_BITS = 0x000AE398  # 1e-39, a denormal float32
 VARIANTS = {
     "bf16 -> bf16": Variant(),
     "bf16 -> bf16, norm": Variant(sums=True),
@@ -136,9 +137,10 @@ class Arrays:
         self.grad_bits[:] = self.grad.view(np.uint32) >> 16
 
     def fill_denormal(self) -> None:
-        """A row that has had no gradient for long."""
+        """A row that has had no gradient for long. By bits: this thread flushes denormals, also where it writes them."""
         self.grad_bits[:] = 0
-        self.exp_avg[:], self.exp_avg_sq[:] = 1e-39, 1e-39
+        for moment in (self.exp_avg, self.exp_avg_sq):
+            moment.view(np.uint32)[:] = DENORMAL_BITS
 
     def tile(self, variant: Variant) -> TileArrays:
         weights = {"bf16": self.weight_bits, "fp32": self.weight, None: None}

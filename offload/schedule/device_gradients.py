@@ -8,6 +8,9 @@ __all__ = ["DeviceGradients"]
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
+PIECE_NUMEL = 4 * 1024 * 1024
+"""Elements that are added at a time: an embedding needs no temporaries of its own size."""
+
 
 class DeviceGradients:
     """By parameter index: the gradient that came last, and the FP32 sum of those before it.
@@ -26,17 +29,14 @@ class DeviceGradients:
 
     def accumulate(self, param: int, gradient: torch.Tensor) -> None:
         """Add a gradient after which others follow."""
-        fresh = gradient.to(torch.float32, copy=True)
         total = self._sums.get(param)
         if total is None:
-            self._sums[param] = fresh
-            return
-        if self._flush:
-            _flush_denormals(fresh)
-            _flush_denormals(total)
-        total.add_(fresh)
-        if self._flush:
-            _flush_denormals(total)
+            self._sums[param] = gradient.to(torch.float32, copy=True)
+        elif self._flush:
+            for part, fresh in zip(total.split(PIECE_NUMEL), gradient.split(PIECE_NUMEL), strict=True):
+                _add_flushed(part, fresh.to(torch.float32, copy=True))
+        else:
+            total.add_(gradient)
 
     def hold(self, param: int, gradient: torch.Tensor) -> None:
         """Keep a gradient as the last one; one that is held already is accumulated first."""
@@ -67,6 +67,14 @@ class DeviceGradients:
         """Let go of all."""
         self._held.clear()
         self._sums.clear()
+
+
+def _add_flushed(total: torch.Tensor, fresh: torch.Tensor) -> None:
+    """``total += fresh``, with denormals as zeros before and after; `fresh` is changed too."""
+    _flush_denormals(fresh)
+    _flush_denormals(total)
+    total.add_(fresh)
+    _flush_denormals(total)
 
 
 def _flush_denormals(tensor: torch.Tensor) -> None:

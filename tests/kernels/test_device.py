@@ -46,7 +46,7 @@ def to_host(tensor: torch.Tensor | None) -> np.ndarray | None:
 
 def tensors_of(tile: TileArrays) -> TileTensors:
     values: dict[str, Any] = {
-        name: to_device(value) for name, value in vars(tile).items() if name != "moments"
+        name: to_device(value) for name, value in vars(tile).items() if name not in ("moments", "new_state")
     }
     return TileTensors(**values, moments=tuple(to_device(moment) for moment in tile.moments))
 

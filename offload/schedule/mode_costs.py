@@ -1,0 +1,226 @@
+"""What each mode needs and costs: the formulas behind the planner, see docs/planner.md. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from offload.rates import Rates
+
+__all__ = [
+    "PLACEMENTS",
+    "ChunkSize",
+    "Machine",
+    "Needs",
+    "Placement",
+    "Workload",
+    "cost_of",
+    "gib",
+    "needs_of",
+]
+
+SUMS_BYTES = 9
+"""Squared sum and flag of each block of `BLOCK_NUMEL` elements."""
+
+BLOCK_NUMEL = 1024
+
+
+class Placement(Enum):
+    """Where a chunk's state lives, and where it is stepped."""
+
+    HOST = "state on the host, stepped there"
+    STREAM = "state on the host, stepped on the device"
+    DEVICE = "state on the device, stepped there"
+
+
+PLACEMENTS = {
+    "resident": Placement.DEVICE,
+    "all-at-once": Placement.STREAM,
+    "chunked-sync": Placement.STREAM,
+    "chunked-stream": Placement.STREAM,
+    "wavefront": Placement.HOST,
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is. Bytes; None: not known, or no such thing.
+
+    `available_host_bytes` is what the system says of now: it may grow on virtual machines, so exceeding it is
+    remarked on, not refused. `host_limit_bytes` is what the cgroup leaves, which does not grow.
+    """
+
+    device: str
+    free_device_bytes: int | None
+    available_host_bytes: int
+    host_limit_bytes: int | None = None
+    device_budget: int | None = None
+    host_budget: int | None = None
+    pinned_budget: int | None = None
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether parameters are on a device with memory of its own."""
+        return self.device != "cpu"
+
+
+class ChunkSize(NamedTuple):
+    """A chunk by name, and its elements."""
+
+    name: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What has to be kept, and moved: elements of the parameters on this rank, and FP32 state arrays per element.
+
+    `ring_bytes`: of both rings. `backlog_bytes`: gradients that may wait on the device for the worker. `own_master_numel`:
+    elements of FP32 weights, which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the
+    device buffers of chunked-stream. `backward_s`: seconds that backward takes; None: not known.
+    """
+
+    numel: int
+    state_arrays: int
+    ring_bytes: int
+    holds_gradients: bool
+    gradient_bytes: int
+    accumulates: bool
+    weight_bytes: int = 0
+    own_master_numel: int = 0
+    backlog_bytes: int = 0
+    tile_bytes: int = 0
+    num_slots: int = 1
+    chunks: tuple[ChunkSize, ...] = ()
+    backward_s: float | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """FP32 state."""
+        return 4 * self.state_arrays * self.numel
+
+    @property
+    def stream_bytes(self) -> int:
+        """FP32 state that travels: without the masters of FP32 weights."""
+        return self.state_bytes - 4 * self.own_master_numel
+
+    @property
+    def sums_bytes(self) -> int:
+        """Squared sums."""
+        return SUMS_BYTES * self.numel // BLOCK_NUMEL
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """FP32 accumulators."""
+        return 4 * self.numel * self.accumulates
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a wavefront: state, rings, held gradients (those of the first step count), accumulators."""
+        return self.state_bytes + self.ring_bytes + self.gradient_bytes + self.accumulator_bytes
+
+    @property
+    def waiting_gradient_bytes(self) -> int:
+        """Gradients that a wavefront may have on the device at a time."""
+        return min(self.backlog_bytes, self.gradient_bytes)
+
+
+class Needs(NamedTuple):
+    """Bytes: on the device, on the host, of those pinned; and gradients on the device in `step()` or backward."""
+
+    device: int
+    host: int
+    pinned: int
+    gradients: int
+    words: tuple[str, ...] = ()
+
+
+def needs_of(mode: str, workload: Workload, machine: Machine) -> Needs:
+    """What `mode` takes."""
+    placement = PLACEMENTS[mode]
+    if placement is Placement.STREAM:
+        return _stream_needs(mode, workload, machine)
+    if placement is Placement.DEVICE and machine.has_gpu:
+        gradients = workload.gradient_bytes + workload.accumulator_bytes
+        return Needs(workload.state_bytes, 0, 0, gradients)
+    pinned = workload.ring_bytes if machine.has_gpu else 0
+    return Needs(0, workload.host_bytes, pinned, workload.waiting_gradient_bytes, (_host_reason(workload),))
+
+
+def _stream_needs(mode: str, workload: Workload, machine: Machine) -> Needs:
+    if mode == "all-at-once":
+        buffers, how = workload.stream_bytes, "all of it at once"
+    else:
+        number = workload.num_slots if mode == "chunked-stream" else 1
+        buffers = number * min(workload.tile_bytes, workload.stream_bytes)
+        how = f"{number} tile{'s' * (number > 1)} of it at a time"
+    state = workload.stream_bytes + workload.sums_bytes
+    gradients = workload.gradient_bytes + workload.accumulator_bytes
+    words = [f"host memory: state {gib(state)}; device buffers {gib(buffers)}, {how}"]
+    if workload.own_master_numel:
+        words.append(
+            f"FP32 weights are their own masters: {gib(4 * workload.own_master_numel)} less to keep and to move"
+        )
+    if not machine.has_gpu:
+        return Needs(0, state + buffers + gradients, 0, 0, tuple(words))
+    words.append(f"gradients stay on the device until step(): {gib(gradients)}")
+    return Needs(buffers, state, state, gradients, tuple(words))
+
+
+def _host_reason(workload: Workload) -> str:
+    parts = [f"state {gib(workload.state_bytes)}", f"rings {gib(workload.ring_bytes)}"]
+    held = (
+        "kept until the verdict of each step"
+        if workload.holds_gradients
+        else "of the observed first step only"
+    )
+    parts.append(f"gradients {gib(workload.gradient_bytes)} ({held})")
+    if workload.accumulates:
+        parts.append(f"accumulators {gib(workload.accumulator_bytes)}")
+    return "host memory: " + ", ".join(parts)
+
+
+# What each mode costs -----------------------------------------------------------------------------------------------
+
+
+def _resident_cost(workload: Workload, rates: Rates) -> float:
+    return (2 * workload.state_bytes + workload.gradient_bytes + workload.weight_bytes) / rates.device_bytes
+
+
+def _serial_cost(workload: Workload, rates: Rates) -> float:
+    """In, step, out, one after the other."""
+    moved = workload.stream_bytes
+    return moved / rates.to_device_bytes + moved / rates.to_host_bytes + _resident_cost(workload, rates)
+
+
+def _stream_cost(workload: Workload, rates: Rates) -> float:
+    """Both directions at once; the first tile's way in and the last one's way out have nothing beside them."""
+    edge = workload.tile_bytes / rates.to_device_bytes
+    return max(workload.stream_bytes / rates.duplex_bytes, _resident_cost(workload, rates)) + edge
+
+
+def _wavefront_cost(workload: Workload, rates: Rates) -> float:
+    """The slowest of the kernel, the gradients' way in and the weights' way out, which overlap."""
+    ways = (workload.gradient_bytes / rates.duplex_bytes, workload.weight_bytes / rates.duplex_bytes)
+    return max(workload.numel / rates.kernel_numel, *ways)
+
+
+COSTS: dict[str, Callable[[Workload, Rates], float]] = {
+    "resident": _resident_cost,
+    "all-at-once": _serial_cost,
+    "chunked-sync": _serial_cost,
+    "chunked-stream": _stream_cost,
+    "wavefront": _wavefront_cost,
+}
+
+
+def cost_of(mode: str, workload: Workload, rates: Rates) -> float:
+    """Seconds of one update in `mode`."""
+    return COSTS[mode](workload, rates)
+
+
+def gib(num_bytes: int) -> str:
+    """An amount of memory in words."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
