@@ -57,7 +57,7 @@ Named = list[tuple[str, torch.nn.Parameter]]
 # The optimizers ---------------------------------------------------------------------------------------------
 
 
-def cpu_offload(mode: str, named: Named, **flags: bool) -> torch.optim.Optimizer:
+def cpu_offload(mode: str, named: Named, **flags: Any) -> torch.optim.Optimizer:
     return offload.CPUOffloadOptimizer(torch.optim.AdamW(named, **SETTINGS, **flags), mode=mode)
 
 

@@ -135,10 +135,9 @@ def test_state_is_pinned_on_the_host_and_step_counts_live_where_the_base_wants_t
         model = layers()
         with large(model, mode, fused=fused, foreach=not fused) as optimizer:
             seen: list[str] = []
-            inner: Any = torch.optim.Adam._init_group
 
             def watch(self: Any, *args: Any, seen: list[str] = seen) -> Any:
-                result = inner(self, *args)
+                result = torch.optim.Adam._init_group(self, *args)
                 seen += [
                     self.state[p]["step"].device.type for group in self.param_groups for p in group["params"]
                 ]
@@ -177,7 +176,9 @@ def test_memory_of_a_step_first_and_later(mode: str) -> None:
         assert torch.cuda.max_memory_allocated() - held <= limits[mode] + 2 * MIB, step
         reserved.append(torch.cuda.memory_reserved())
     assert len(set(reserved[1:])) == 1
-    assert torch.cuda.memory_allocated() - held == optimizer.device_bytes
+    assert (
+        0 <= torch.cuda.memory_allocated() - held - optimizer.device_bytes < 2 * MIB
+    )  # the allocator rounds up
     optimizer.close()
     assert torch.cuda.memory_allocated() == held
 
@@ -188,7 +189,8 @@ def test_no_stream_is_made_in_a_step_and_none_at_all_in_sync_modes(monkeypatch: 
 
     class Counted(original):  # type: ignore[valid-type, misc]
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            made.append(1)
+            if "stream_id" not in kwargs:  # else it names one that exists, as current_stream() does
+                made.append(1)
             return super().__new__(cls, *args, **kwargs)
 
     monkeypatch.setattr(torch.cuda, "Stream", Counted)
@@ -204,13 +206,16 @@ def test_copies_overlap_each_other_and_the_step() -> None:
     """Streamed, a step takes clearly less time than one after the other."""
     times = {}
     for mode in ("chunked-sync", "chunked-stream"):
-        optimizer = large(layers(40), mode, fused=True)
+        model = layers(12, 4096)
+        optimizer = offload.CPUOffloadOptimizer(
+            torch.optim.AdamW(model.named_parameters(), fused=True), mode=mode
+        )
         seconds = []
         for _ in range(8):
             optimizer.step()
             seconds.append(optimizer.last_step.seconds)
         times[mode] = sorted(seconds[2:])[2]
-    assert times["chunked-stream"] < 0.8 * times["chunked-sync"], times
+    assert times["chunked-stream"] < 0.75 * times["chunked-sync"], times
 
 
 @pytest.mark.parametrize("mode", MODES)
