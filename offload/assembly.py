@@ -26,9 +26,10 @@ from offload.parameters import ParamRecord
 from offload.report import StageClock
 from offload.schedule.conveyor import FixedSlots, FreshSlots
 from offload.schedule.device_stepper import DeviceStepper
-from offload.schedule.engine import Engine, Policy
+from offload.schedule.engine import Engine
 from offload.schedule.host_stepper import HostStepper
 from offload.schedule.plan import ChunkSize, Machine, Plan, Workload, needs_rates, plan
+from offload.schedule.policy import Policy
 from offload.schedule.stepper import Stepper
 from offload.schedule.stream_stepper import NUM_SLOTS, StreamStepper, stream_tile_numel
 from offload.schedule.stream_tiles import num_arrays

@@ -90,11 +90,7 @@ def _check_form(state_dict: Mapping[str, Any], own_groups: Sequence[Mapping[str,
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError("this is no optimizer state dict: it has no 'state' and 'param_groups'")
     state, groups = state_dict["state"], state_dict["param_groups"]
-    if (
-        not _are_mappings([state])
-        or not _are_mappings(state.values())
-        or not _are_mappings(groups, "params")
-    ):
+    if not _are_mappings([state]) or not _are_mappings(state.values()) or not _are_mappings(groups, "params"):
         raise CheckpointError(
             "this is no optimizer state dict: expected dicts in 'state' and groups with 'params'"
         )

@@ -36,7 +36,9 @@ def _page_cache(folder: Path) -> int:
     except OSError:
         return 0
     counts = dict(line.split() for line in lines if len(line.split()) == 2)
-    prefix = "total_" if "total_active_file" in counts else ""  # version 1 has both, the total includes children
+    prefix = (
+        "total_" if "total_active_file" in counts else ""
+    )  # version 1 has both, the total includes children
     return sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
 
 

@@ -136,7 +136,9 @@ def make_record(index: int, name: str | None, param: torch.Tensor, group: dict[s
     """
     label = name if name is not None else f"parameter #{index}"
     if is_lazy(param):
-        raise UnsupportedDtypeError(f"{label} is lazy and has no data yet; run the model once before the optimizer is built")
+        raise UnsupportedDtypeError(
+            f"{label} is lazy and has no data yet; run the model once before the optimizer is built"
+        )
     local = local_shard(param)
     if local.layout is not torch.strided:
         raise UnsupportedDtypeError(

@@ -37,7 +37,7 @@ class GoneGradient(torch.Tensor):
         return f"GoneGradient({self.parameter_name!r})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         flat, _ = torch.utils._pytree.tree_flatten((args, kwargs or {}))
         name = next(value.parameter_name for value in flat if isinstance(value, cls))
         raise GradientError(

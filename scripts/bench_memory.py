@@ -8,8 +8,7 @@ h × 4 h of a gated MLP) with an untied vocabulary of 32,000. *Extra memory* is 
 weights and gradients, and less nothing else: buffers that were allocated before count. The *link's time* is what the
 state that a step moves would take at the rate of copies in both directions at once, measured here.
 
-Every row runs in a fresh process. Without a GPU there is no allocator to ask and no link to measure: with
-``--device cpu --models tiny`` it shows that it runs.
+Every row runs in a fresh process. Without a GPU there is neither an allocator to ask nor a link to measure.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import format_table, host_bytes, synchronize, write_json
+from _measure import format_table, synchronize, write_json
 
 import offload
 from offload.transfer.cuda import CudaTransport
@@ -54,9 +53,6 @@ PIECE_BYTES = 32 * MIB
 Named = list[tuple[str, torch.nn.Parameter]]
 
 
-# The optimizers ---------------------------------------------------------------------------------------------
-
-
 def cpu_offload(mode: str, named: Named, **flags: Any) -> torch.optim.Optimizer:
     return offload.CPUOffloadOptimizer(torch.optim.AdamW(named, **SETTINGS, **flags), mode=mode)
 
@@ -67,7 +63,7 @@ OPTIMIZERS: dict[str, Callable[[str, Named], torch.optim.Optimizer]] = {
     "offload-adamw": lambda mode, named: offload.AdamW(named, **SETTINGS, mode=mode),
     "torch-fused": lambda mode, named: torch.optim.AdamW(named, **SETTINGS, fused=True),
 }
-"""The last one keeps its state on the device, whatever the mode: for comparison."""
+"""The last one keeps its state on the device, in any mode: for comparison."""
 
 
 # One row after another in its own process -------------------------------------------------------------------
@@ -137,7 +133,7 @@ def measure_row(args: argparse.Namespace) -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer_name,
         "mode": mode,
-        "parameters": sum(map(torch.numel, params)),
+        "parameters": sum(p.numel() for p in params),
     }
     try:
         optimizer = OPTIMIZERS[optimizer_name](mode, named)
@@ -176,7 +172,6 @@ def measure_row(args: argparse.Namespace) -> dict[str, Any]:
         "first_step_s": seconds[0],
         "step_s": statistics.median(seconds[1:]),
         "moved_bytes": moved,
-        "host_bytes": host_bytes(),
     }
 
 
@@ -235,10 +230,10 @@ def measure_link(device: torch.device, *, num_pieces: int = 64) -> float | None:
             transport.wait(transfer)
         return time.perf_counter() - started
 
-    best = min(run() for _ in range(4))
+    rate = 2 * num_pieces * PIECE_BYTES / min(run() for _ in range(4))
     transport.close()
     slab.close()
-    return 2 * num_pieces * PIECE_BYTES / best
+    return rate
 
 
 # The table --------------------------------------------------------------------------------------------------

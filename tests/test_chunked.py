@@ -22,7 +22,7 @@ from offload.errors import (
     WorkerError,
 )
 from offload.schedule.conveyor import FixedSlots
-from offload.schedule.engine import Policy
+from offload.schedule.policy import Policy
 from offload.schedule.stream_stepper import BUFFER_BYTES, NUM_SLOTS, stream_tile_numel
 from offload.transfer.host import LaneTransport
 from tests.training import (

@@ -12,6 +12,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +22,19 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import offload
-from offload.schedule.state_chunks import plan_chunks
+from offload.schedule.state_chunks import StateChunk, plan_chunks
+from offload.schedule.state_export import expect_loaded
 from offload.transfer.host import LaneTransport
 from offload.transfer.pinned import mapped_bytes
+from tests.test_scripts import run_script
 from tests.training import batches, loss_of, make_decoder, random_delays, use_lanes
 
 MODES = ("all-at-once", "chunked-sync", "chunked-stream")
 SMALL = offload.OffloadConfig(tile_numel=1024, device_budget=4 * 30_000, timeout_s=60.0)
 """Copies of 4 KiB, and several chunks in every layer."""
+
+NUM_TINY_PARAMETERS = 2 * 9 + 3
+"""Of the benchmark's smallest model; each has a step count of 4 bytes."""
 
 
 def matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -235,6 +241,21 @@ def test_strided_weights_and_bf16() -> None:
     assert_same(ours, theirs)
     assert_same(optimizer.state_dict(), plain.state_dict())
     assert optimizer.state[ours[0]]["exp_avg"].stride() == ours[0].stride()
+
+
+@pytest.mark.parametrize("flags", [{}, {"fused": True}, {"capturable": True}])
+def test_what_is_loaded_goes_where_torch_would_put_it(flags: dict[str, bool]) -> None:
+    """On a GPU a step count stays on the host, unless the base wants it on the device. Nothing is moved here."""
+    param = nn.Parameter(torch.ones(4))
+    chunk = StateChunk("chunk", [param], torch.device("cuda", 0))
+    saved = {"step": torch.tensor(1.0), "exp_avg": torch.ones(4)}
+    state = {param: dict(saved)}
+    assert chunk.places(state) == []
+    expect_loaded(chunk, state, [{"params": [param], **flags}])
+    assert [place.key for place in chunk.places(state)] == (["step", "exp_avg"] if flags else ["exp_avg"])
+    assert (state[param]["step"] is saved["step"]) == bool(flags)
+    state[param]["note"] = torch.ones(2)
+    assert "note" not in [place.key for place in chunk.places(state)]
 
 
 # Chunks -----------------------------------------------------------------------------------------------------
@@ -808,3 +829,16 @@ def test_two_optimizers_over_one_model_do_not_meet() -> None:
         train(other, ours[number % 2], [ids])
     for one, two in zip(ours, plain, strict=True):
         assert_same(everything(other, one), everything(model, two))
+
+
+def test_the_memory_benchmark_runs(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--models", "tiny", "--steps", "2", "--modes", "chunked-stream"]
+    names = ["cpu-offload-fused", "cpu-offload-foreach"]
+    result = run_script("bench_memory.py", tmp_path / "out.json", *options, "--optimizers", ",".join(names))
+    assert [row["optimizer"] for row in result["rows"]] == names
+    for row in result["rows"]:
+        assert row["status"] == "ok"
+        assert row["state_bytes"] == 8 * row["parameters"] + 4 * NUM_TINY_PARAMETERS
+        assert row["moved_bytes"] > 2 * row["state_bytes"]  # padding
+        assert row["step_s"] > 0
+        assert row["later_extra_bytes"] is row["first_extra_bytes"] is None

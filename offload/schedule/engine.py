@@ -22,13 +22,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import (
     GradientError,
-    HyperparameterChangedError,
     MidStepError,
     NoGradientError,
     NonFiniteGradientError,
@@ -38,37 +36,18 @@ from offload.kernels.norm import add_blocks
 from offload.layout import ALIGN, Chunk, Span, build_chunks
 from offload.parameters import ParamRecord
 from offload.report import StageClock, StepReport
+from offload.schedule import messages
 from offload.schedule.backward import BackwardWatch
+from offload.schedule.hyperparameters import HyperRows, make_rows
 from offload.schedule.ledger import Intake, Ledger
+from offload.schedule.policy import Policy
 from offload.schedule.stepper import Rows, Stepper
 from offload.schedule.verdict import Verdict, judge, total_norm
 from offload.schedule.worker import Worker
 
-__all__ = ["Engine", "Policy"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
-
-
-class Policy:
-    """How steps are taken: what the user asked for, in the engine's terms.
-
-    Args:
-        mode: its name, for reports.
-        early: update inside backward.
-        accumulation_steps: declared backward passes per step.
-        max_grad_norm: limit of the global L2 norm, or None.
-        nonfinite: ``"propagate"``, ``"skip"`` or ``"raise"``.
-    """
-
-    def __init__(
-        self, *, mode: str, early: bool, accumulation_steps: int, max_grad_norm: float | None, nonfinite: str
-    ) -> None:
-        self.mode = mode
-        self.accumulation_steps = accumulation_steps
-        self.max_grad_norm = max_grad_norm
-        self.nonfinite = nonfinite
-        self.needs_norm_first = max_grad_norm is not None or nonfinite != "propagate"
-        self.early = early and not self.needs_norm_first
 
 
 class Engine:
@@ -98,8 +77,7 @@ class Engine:
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
         self._watch = BackwardWatch(self._ledger.end_backward)
         self._hooks: list[RemovableHandle] = []
-        self._rows: dict[int, np.ndarray] | None = None
-        self._snapshot: list[dict[str, Any]] | None = None
+        self._hyper: HyperRows | None = None
         self._begun = False
         self._hook_seconds = 0.0
 
@@ -125,10 +103,8 @@ class Engine:
         self.chunks += chunks
         for chunk in chunks:
             self._ledger.add_chunk(chunk.index, [span.param for span in chunk.spans])
-            if (
-                self._rows is not None
-            ):  # added between backward and step(), where the others' rows are fixed already
-                self._rows[chunk.index] = self._chunk_rows(chunk, coefficient=1.0)
+        if self._hyper is not None:
+            self._hyper.add(chunks)
         for record in records:
             record.note_weight()
             self._hooks += self._hooks_of(record)
@@ -159,9 +135,12 @@ class Engine:
         if gradient is None or self._worker.failed:
             return
         if self._ledger.touched and self._watch.follows_interruption():
-            raise MidStepError(self._unfinished("an earlier backward pass ended with an exception"))
+            raise MidStepError(
+                messages.unfinished("an earlier backward pass ended with an exception", self._applied)
+            )
         if self._ledger.is_extra(record.index):
-            raise UndeclaredBackwardError(self._extra(record))
+            declared, step = self.policy.accumulation_steps, self.num_steps + 1
+            raise UndeclaredBackwardError(messages.extra_backward(record.name, declared, step, self._applied))
         self._watch.note_fire()
         self._begin()
         self._take_in(record, record.flat_gradient(gradient))
@@ -183,10 +162,9 @@ class Engine:
 
     def _early_rows(self) -> Rows:
         """Hyperparameters as they are at the step's first update; `step` checks that they stayed."""
-        if self._rows is None:
-            self._snapshot = self._hyperparameters()
-            self._rows = self._make_rows(coefficient=1.0)
-        return self._rows
+        if self._hyper is None:
+            self._hyper = HyperRows(self._stepper.rule, self.chunks, self.records)
+        return self._hyper.rows
 
     def enter_accumulate(self, inside: bool) -> None:
         """The optimizer's ``accumulate()`` context is entered or left."""
@@ -212,15 +190,14 @@ class Engine:
         start = time.perf_counter()
         self._worker.raise_error()
         if self._watch.interrupted and self._ledger.touched:
-            raise MidStepError(self._unfinished("the last backward pass ended with an exception"))
+            raise MidStepError(
+                messages.unfinished("the last backward pass ended with an exception", self._applied)
+            )
         self._take_assigned_gradients()
         if not self._ledger.touched:
-            raise NoGradientError(
-                "step(): no gradient has arrived since the last step. Call loss.backward() first; if "
-                "it ran, its graph does not reach this optimizer's parameters (were they replaced "
-                "after the optimizer was built?)"
-            )
-        self._check_hyperparameters()
+            raise NoGradientError(messages.no_gradient())
+        if self._hyper is not None:
+            self._hyper.check(messages.some(self._applied))
         self._note_short_step()
         verdict = self._judge_first() if self.policy.needs_norm_first else None
         if verdict is None or not verdict.skip:
@@ -228,12 +205,15 @@ class Engine:
         self._conclude(verdict or Verdict(self._norm()), start)
 
     def _apply(self, verdict: Verdict | None) -> None:
-        rows = self._rows or self._make_rows(coefficient=verdict.coefficient if verdict else 1.0)
-        self._stepper.step_rest(rows)
+        self._stepper.step_rest(self._hyper.rows if self._hyper else self._rows(verdict))
         self._stepper.finish()
         for record in self._fired():
             record.num_steps += 1
             record.note_weight()
+
+    def _rows(self, verdict: Verdict | None) -> Rows:
+        coefficient = verdict.coefficient if verdict else 1.0
+        return make_rows(self._stepper.rule, self.chunks, self.records, coefficient)
 
     def _judge_first(self) -> Verdict:
         self._stepper.measure()
@@ -262,7 +242,7 @@ class Engine:
             record.clear_sentinel()
         self._ledger.end_step()
         self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
-        self._begun, self._rows, self._snapshot = False, None, None
+        self._begun, self._hyper = False, None
         self.num_steps += 1
         seconds, counts = self._clock.take()
         seconds |= {"hook": self._hook_seconds, "exposed": time.perf_counter() - start}
@@ -304,7 +284,7 @@ class Engine:
                 self.policy.accumulation_steps,
             )
 
-    # Norm and hyperparameters -----------------------------------------------------------------------------------
+    # Norm -----------------------------------------------------------------------------------
 
     def _spans(self) -> Iterable[tuple[Chunk, Span]]:
         """The parts of all parameters that got a gradient, in the optimizer's order of parameters."""
@@ -327,39 +307,17 @@ class Engine:
                 return self.records[span.param]
         return None
 
-    def _make_rows(self, *, coefficient: float) -> dict[int, np.ndarray]:
-        return {chunk.index: self._chunk_rows(chunk, coefficient) for chunk in self.chunks}
-
-    def _chunk_rows(self, chunk: Chunk, coefficient: float) -> np.ndarray:
-        records = [self.records[span.param] for span in chunk.spans]
-        rows = [self._stepper.rule.row(record.group, record.num_steps + 1, coefficient) for record in records]
-        return np.array(rows, np.float32).reshape(len(rows), self._stepper.rule.num_columns)
-
-    def _hyperparameters(self) -> list[dict[str, Any]]:
-        groups = {id(record.group): record.group for record in self.records.values()}
-        return [
-            {key: _value(value) for key, value in group.items() if key != "params"}
-            for group in groups.values()
-        ]
-
-    def _check_hyperparameters(self) -> None:
-        if self._snapshot is None:
-            return
-        for before, now in zip(self._snapshot, self._hyperparameters(), strict=False):
-            for key in before.keys() & now.keys():
-                if before[key] != now[key]:
-                    raise HyperparameterChangedError(
-                        f"{key} changed from {before[key]!r} to {now[key]!r} after parts of this step were applied "
-                        f"during backward ({self._some_stepped()}); change hyperparameters after step() or before "
-                        "backward"
-                    )
-
     # State between steps ----------------------------------------------------------------------------------------
+
+    @property
+    def _applied(self) -> list[str]:
+        """Chunks that hold something of the coming step."""
+        return self._stepper.stepped_early
 
     @property
     def untouched(self) -> bool:
         """Whether state is that of the last finished step, with nothing of the next one in it."""
-        return not self._stepper.stepped_early
+        return not self._applied
 
     def require_untouched(self, what: str) -> None:
         """Raise where `what` would see a mixture of two steps.
@@ -370,10 +328,7 @@ class Engine:
         """
         self._worker.raise_error()
         if not self.untouched:
-            raise MidStepError(
-                f"{what} between backward and step(): {self._some_stepped()} already hold the new step, "
-                "others the old one; call step() first"
-            )
+            raise MidStepError(messages.mixture(what, self._applied))
 
     def discard(self) -> None:
         """Forget the gradients since the last step.
@@ -384,11 +339,7 @@ class Engine:
         if not self._ledger.touched and not self._watch.interrupted:
             return
         if not self.untouched:
-            raise MidStepError(
-                f"zero_grad() after a backward whose gradients were partly applied: {self._some_stepped()} "
-                "already hold the new step. Call step() first; to be able to drop a step, use "
-                "max_grad_norm= or nonfinite='skip', with which nothing is applied before step()"
-            )
+            raise MidStepError(messages.no_way_back(self._applied))
         self.reset()
 
     def reset(self) -> None:
@@ -404,7 +355,7 @@ class Engine:
         self._ledger.forget()
         self._watch.reset()
         self._stepper.end_step([chunk.index for chunk in self.chunks])
-        self._begun, self._rows, self._snapshot = False, None, None
+        self._begun, self._hyper = False, None
 
     def synchronize(self) -> None:
         """Block until everything that was submitted is done."""
@@ -460,39 +411,9 @@ class Engine:
                 names,
             )
 
-    # Words ------------------------------------------------------------------------------------------------------
-
     def _fired(self) -> list[ParamRecord]:
         return [record for index, record in self.records.items() if self._ledger.fires(index)]
-
-    def _some_stepped(self) -> str:
-        names = self._stepper.stepped_early
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more chunks" if len(names) > 4 else "")
-
-    def _unfinished(self, what: str) -> str:
-        if self.untouched:
-            return f"{what}; its gradients are incomplete: call zero_grad() to drop them, then run backward again"
-        return (
-            f"{what} after {self._some_stepped()} had been updated, so the state is part old, part new; load the last "
-            "checkpoint (load_state_dict) to go on"
-        )
-
-    def _extra(self, record: ParamRecord) -> str:
-        declared = self.policy.accumulation_steps
-        applied = (
-            f" ({self._some_stepped()} already hold step {self.num_steps + 1})" if not self.untouched else ""
-        )
-        return (
-            f"{record.name} got a gradient of one backward pass more than the {declared} declared for step "
-            f"{self.num_steps + 1}{applied}. Call step() after {declared} backward pass(es), or declare more: "
-            f"accumulation_steps={declared + 1}, or `with opt.accumulate(): loss.backward()` for all but the last. "
-            "The gradient was dropped; step() still applies what came before it"
-        )
 
 
 def _block_range(span: Span) -> tuple[int, int]:
     return span.start // ALIGN, -(-(span.start + span.numel) // ALIGN)
-
-
-def _value(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -7,139 +7,23 @@ is applied by `StepTile` without arrivals. New weights leave through the second 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.host_state import ChunkState, HostGradients, TileState, numpy_dtype, torch_dtype
-from offload.kernels.backend import Backend, TileArrays
+from offload.host_state import HostGradients, numpy_dtype, torch_dtype
+from offload.kernels.backend import TileArrays
 from offload.layout import Piece
-from offload.parameters import ParamRecord
-from offload.report import StageClock
-from offload.transfer.ring import Ring, Slot
-from offload.transfer.transport import Copy, Ready, Transfer, Transport
+from offload.schedule.pipeline import Arrival, Launch, Pipeline, TilePlan, part_of
+from offload.transfer.ring import Slot
+from offload.transfer.transport import Copy, Ready, Transfer
 
-__all__ = [
-    "AccumulatePiece",
-    "Arrival",
-    "HoldPiece",
-    "Launch",
-    "LoadTile",
-    "MeasureTile",
-    "Pipeline",
-    "StepTile",
-    "StoreTile",
-    "TilePlan",
-]
+__all__ = ["AccumulatePiece", "HoldPiece", "LoadTile", "MeasureTile", "StepTile", "StoreTile"]
 
 Array = npt.NDArray[Any]
-
-
-class Arrival(NamedTuple):
-    """A gradient (or weight) on the device, flat in memory order, and the point on its stream where it is complete."""
-
-    flat: torch.Tensor
-    ready: Ready
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel call of a tile: which rows take part, and where their gradients are.
-
-    `fresh`: the gradient array is what has just arrived or was held; otherwise it is the accumulator itself.
-    `adds`: the accumulator is added to it inside the kernel.
-    """
-
-    select: Array
-    fresh: bool
-    adds: bool
-
-
-class TilePlan:
-    """A tile with all that its jobs need and that stays from step to step.
-
-    Args:
-        chunk, state: where the tile's arrays are.
-        records: of the chunk's parameters, by parameter index.
-    """
-
-    def __init__(self, chunk: ChunkState, state: TileState, records: Mapping[int, ParamRecord]) -> None:
-        self.chunk, self.state = chunk, state
-        self.kind, self.numel = chunk.chunk.kind, state.tile.numel
-        self.pieces = state.tile.pieces
-        self.key = (chunk.chunk.index, state.tile.index)
-        self.owners = [records[piece.param].param for piece in self.pieces]
-        everything = np.ones(len(chunk.chunk.spans), np.uint8)
-        self.complete = Launch(everything, fresh=True, adds=False)
-        self.complete_adding = Launch(everything, fresh=True, adds=True)
-        self._records = records
-        self.weights: list[torch.Tensor] = []
-        self.aim()
-
-    def aim(self) -> None:
-        """Find the compute weights, which may have moved."""
-        self.weights = [_part(self._records[piece.param].weight(), piece) for piece in self.pieces]
-
-    @property
-    def elements(self) -> slice:
-        """The tile's elements in its chunk."""
-        return slice(self.state.tile.start, self.state.tile.stop)
-
-
-class Pipeline:
-    """What the jobs share. Slots of weights and all issuing belong to the copier's thread, the backend to the worker's."""
-
-    def __init__(
-        self, transport: Transport, backend: Backend, to_host: Ring, to_device: Ring, clock: StageClock
-    ) -> None:
-        self.transport = transport
-        self.backend = backend
-        self.to_host = to_host
-        self.clock = clock
-        self._to_device = to_device
-        self._returning: deque[tuple[Transfer, Slot]] = deque()
-        self._abandoned: list[Transfer] = []
-
-    def take_out_slot(self) -> Slot | None:
-        """A slot for new weights; waits for the oldest weights to have left where all are taken by such."""
-        slot = self._to_device.try_acquire()
-        if slot is None and self._returning:
-            with self.clock.stage("wait_slot"):
-                self._reap()
-            slot = self._to_device.try_acquire()
-        return slot
-
-    def send(self, slot: Slot, copies: Sequence[Copy], after: Sequence[Ready]) -> None:
-        """Start copying weights from `slot`; the slot comes back when they have arrived."""
-        with self.clock.stage("issue"):
-            transfer = self.transport.issue_to_device(copies, after)
-        self.clock.count("bytes_to_device", transfer.num_bytes)
-        self._returning.append((transfer, slot))
-
-    def finish_returns(self) -> None:
-        """Until all weights have arrived."""
-        while self._returning:
-            with self.clock.stage("wait_slot"):
-                self._reap()
-
-    def abandon(self, transfer: Transfer | None) -> None:
-        """Keep alive what a job that was dropped had in flight, until `forget_abandoned`."""
-        if transfer is not None:
-            self._abandoned.append(transfer)
-
-    def forget_abandoned(self) -> None:
-        """To be called when the transport has come to rest."""
-        self._abandoned.clear()
-
-    def _reap(self) -> None:
-        transfer, slot = self._returning.popleft()
-        self.transport.wait(transfer)
-        self._to_device.release(slot)
 
 
 class _SlotJob:
@@ -192,7 +76,7 @@ class _SlotJob:
         with self._pipe.clock.stage("issue"):
             slot = into.tensor(torch_dtype(self._dtype), self._numel)
             copies = [
-                Copy(slot[start : start + piece.numel], _part(arrival.flat, piece))
+                Copy(slot[start : start + piece.numel], part_of(arrival.flat, piece))
                 for arrival, piece, start in self._sources
             ]
             self._transfer = self._pipe.transport.issue_to_host(
@@ -422,10 +306,6 @@ class StoreTile(_SlotJob):
     def deliver(self) -> None:
         """Start the way to the device."""
         self._send(self._plan, self._wanted, self._after)
-
-
-def _part(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return flat[piece.param_start : piece.param_start + piece.numel]
 
 
 def _tile_arrays(

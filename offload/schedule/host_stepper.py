@@ -19,18 +19,8 @@ from offload.kernels.backend import Backend, Variant
 from offload.layout import Chunk, Piece, Span
 from offload.parameters import ParamRecord
 from offload.report import StageClock
-from offload.schedule.host_jobs import (
-    AccumulatePiece,
-    Arrival,
-    HoldPiece,
-    Launch,
-    LoadTile,
-    MeasureTile,
-    Pipeline,
-    StepTile,
-    StoreTile,
-    TilePlan,
-)
+from offload.schedule.host_jobs import AccumulatePiece, HoldPiece, LoadTile, MeasureTile, StepTile, StoreTile
+from offload.schedule.pipeline import Arrival, Launch, Pipeline, TilePlan
 from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.worker import Call, Job, Worker
 from offload.transfer.pinned import Slab, allocate

@@ -100,7 +100,9 @@ class Ledger:
         count = self._fires[param] = self._fires.get(param, 0) + 1
         self._context_used |= self._in_accumulate
         chunk = self._chunk_of[param]
-        if self._ends_are_seen and count > self._backwards + 1:  # twice in one backward pass: which is the last?
+        if (
+            self._ends_are_seen and count > self._backwards + 1
+        ):  # twice in one backward pass: which is the last?
             self._unclear.add(chunk)
         if self._in_accumulate or (not self._context_used and count < self.accumulation_steps):
             return Intake.ACCUMULATE

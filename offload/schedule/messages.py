@@ -1,0 +1,61 @@
+"""What is said when a call does not fit the moment: what was applied already, and what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["extra_backward", "mixture", "no_gradient", "no_way_back", "some", "unfinished"]
+
+SHOWN = 4
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more chunks" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def unfinished(what: str, applied: Sequence[str]) -> str:
+    """A backward pass did not end; `applied` are the chunks that were updated in it."""
+    if not applied:
+        return f"{what}; its gradients are incomplete: call zero_grad() to drop them, then run backward again"
+    return (
+        f"{what} after {some(applied)} had been updated, so the state is part old, part new; load the last checkpoint "
+        "(load_state_dict) to go on"
+    )
+
+
+def extra_backward(parameter: str, declared: int, step: int, applied: Sequence[str]) -> str:
+    """One backward pass more than was declared."""
+    already = f" ({some(applied)} already hold step {step})" if applied else ""
+    return (
+        f"{parameter} got a gradient of one backward pass more than the {declared} declared for step {step}{already}. "
+        f"Call step() after {declared} backward pass(es), or declare more: accumulation_steps={declared + 1}, or "
+        "`with opt.accumulate(): loss.backward()` for all but the last. The gradient was dropped; step() still applies "
+        "what came before it"
+    )
+
+
+def mixture(what: str, applied: Sequence[str]) -> str:
+    """A call that would see two steps at once."""
+    return (
+        f"{what} between backward and step(): {some(applied)} already hold the new step, others the old one; call "
+        "step() first"
+    )
+
+
+def no_way_back(applied: Sequence[str]) -> str:
+    """Gradients cannot be dropped any more."""
+    return (
+        f"zero_grad() after a backward whose gradients were partly applied: {some(applied)} already hold the new step. "
+        "Call step() first; to be able to drop a step, use max_grad_norm= or nonfinite='skip', with which nothing is "
+        "applied before step()"
+    )
+
+
+def no_gradient() -> str:
+    """A step without anything to apply."""
+    return (
+        "step(): no gradient has arrived since the last step. Call loss.backward() first; if it ran, its graph does not "
+        "reach this optimizer's parameters (were they replaced after the optimizer was built?)"
+    )
