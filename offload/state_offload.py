@@ -74,9 +74,8 @@ class CPUOffloadOptimizer(OptimizerProxy):
         self._transport: Transport = (
             assembly.make_transport(self._device, self._config) if ahead else HostTransport(self._device)
         )
-        buffer = DeviceBuffer(self._transport, two_ended=ahead, piece_bytes=4 * self._config.tile_numel)
-        self._buffer = buffer
-        self._stream = StateStream(buffer, self._memory, ahead=ahead, keep_buffer=mode != "all-at-once")
+        self._buffer = DeviceBuffer(self._transport, two_ended=ahead, piece_bytes=4 * self._config.tile_numel)
+        self._stream = StateStream(self._buffer, self._memory, ahead=ahead, keep_buffer=mode != "all-at-once")
         self._finalizer = weakref.finalize(self, _close, self._transport, self._memory)
         self._chunks: list[StateChunk] = []
         self._refusal: str | None = None
