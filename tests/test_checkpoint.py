@@ -149,7 +149,10 @@ BAD: dict[str, tuple[Callable[[StateDict], Any], str]] = {
     "a group has no params": (lambda d: d["param_groups"][0].pop("params"), "no optimizer state dict"),
     "an entry is None": (lambda d: d["state"].__setitem__(1, None), "no optimizer state dict"),
     "fewer parameters": (lambda d: d["param_groups"][0]["params"].pop(), r"groups of \[1, 1\].*of \[2, 1\]"),
-    "more parameters": (lambda d: d["param_groups"][0]["params"].append(9), r"groups of \[3, 1\].*of \[2, 1\]"),
+    "more parameters": (
+        lambda d: d["param_groups"][0]["params"].append(9),
+        r"groups of \[3, 1\].*of \[2, 1\]",
+    ),
     "amsgrad": (lambda d: d["param_groups"][0].__setitem__("amsgrad", True), "amsgrad=True"),
     "capturable": (lambda d: d["param_groups"][0].__setitem__("capturable", True), "capturable=True"),
     "differentiable": (

@@ -472,14 +472,18 @@ def test_reading_a_gradient_that_has_left_raises(mode: str) -> None:
     with adamw(model, mode=mode) as optimizer:
         for ids in batches(2):
             loss_of(model, ids).backward()
-            weight = model.head.weight
-            assert weight.grad is not None and weight.grad.shape == weight.shape
-            assert "head.weight" in repr(weight.grad)
-            for read in (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), lambda: weight.grad + 1):
+            gradient = model.head.weight.grad
+            assert gradient is not None
+            assert gradient.shape == model.head.weight.shape
+            assert "head.weight" in repr(gradient)
+            for read in (
+                torch.nn.utils.clip_grad_norm_,
+                lambda parameters, norm: next(parameters).grad + norm,
+            ):
                 with pytest.raises(offload.GradientError, match=r"max_grad_norm"):
-                    read()
+                    read(model.parameters(), 1.0)
             optimizer.step()
-            assert weight.grad is None
+            assert model.head.weight.grad is None
             optimizer.zero_grad(set_to_none=False)
 
 

@@ -10,6 +10,7 @@
 //   UPDATE           0: nothing but the squared norms (default 1)
 //   NUM_COLUMNS      of rows
 //   BLOCK_THREADS    threads per block: a warp for each norm block of 1024 elements
+//   KERNEL           the kernel's name
 
 #ifndef UPDATE
 #define UPDATE 1
@@ -81,7 +82,7 @@ static __device__ __forceinline__ void write_sums(double lane_sum, unsigned int 
 }
 
 // Grid: (blocks of the tile, parts of the largest block). Arguments that a variant lacks are not read.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) update_tile(
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) KERNEL(
     const Grad* __restrict__ grad, const float* __restrict__ acc, float* __restrict__ master,
     float* __restrict__ exp_avg, float* __restrict__ exp_avg_sq, Weight* __restrict__ weight,
     double* __restrict__ sums, unsigned char* __restrict__ nonfinite, const long long* __restrict__ blocks,

@@ -146,9 +146,15 @@ class DeviceBackend:
 
 
 def _compile(defines: tuple[str, ...], flush: bool) -> Any:
-    """Compile ``device.cu`` for the current device."""
+    """Compile ``device.cu`` for the current device.
+
+    The name tells the denormal mode: compilers that cache what they have compiled were seen to give back the kernel of the
+    other mode when nothing but ``--ftz`` differed.
+    """
+    name = "update_tile_flushing" if flush else "update_tile_keeping"
     options = [
         *defines,
+        f"-DKERNEL={name}",
         f"--ftz={'true' if flush else 'false'}",
         "--fmad=false",
         "--prec-div=true",
@@ -163,9 +169,7 @@ def _compile(defines: tuple[str, ...], flush: bool) -> Any:
         )
     with _no_toolkit_needed():
         try:
-            return compile_kernel(
-                kernel_source=SOURCE.read_text(), kernel_name="update_tile", nvcc_options=options
-            )
+            return compile_kernel(kernel_source=SOURCE.read_text(), kernel_name=name, nvcc_options=options)
         except (RuntimeError, OSError) as error:
             raise KernelError(f"NVRTC could not compile the device kernel: {error}") from error
 
