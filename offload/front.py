@@ -64,7 +64,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._rule, self._check_group = rule, check_group
         super().__init__(params, defaults)
         self._records: dict[torch.Tensor, ParamRecord] = {}
-        self._num_params = 0
+        self._next_key = 0  # of records: param groups may be rearranged by the user
         self._masters = masters
         records = [record for group in self.param_groups for record in self._make_records(group)]
         if not records:
@@ -211,7 +211,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine = self._open_engine()
         incoming = read_state(state_dict, self.param_groups, self._records, self._rule.state_names)
         groups = [self._checked_group(saved) for saved in state_dict["param_groups"]]
-        engine.reset()
+        engine.begin_loading()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
         self._rebind_groups()
         for record in self._records.values():
@@ -264,10 +264,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         indices = {
             p: index for index, p in enumerate(p for each in self.param_groups for p in each["params"])
         }
-        records = []
+        records: list[ParamRecord] = []
+        made: set[torch.Tensor] = set()
         for name, parameter in zip(names, group["params"], strict=True):
             if parameter.requires_grad and parameter not in self._records:
-                records.append(make_record(indices[parameter], name, parameter, group))
+                if parameter in made:
+                    raise ConfigError(
+                        f"{name or f'parameter #{indices[parameter]}'} stands twice in one param group"
+                    )
+                records.append(make_record(self._next_key, name, parameter, group))
+                self._next_key += 1
+                made.add(parameter)
         return records
 
     def _given_masters(self, records: Iterable[ParamRecord]) -> dict[int, torch.Tensor]:
@@ -302,7 +309,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.state[record.param] = {"step": step, **state}
 
     def _checked_group(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A loaded group, with defaults for what it lacks and without what is not ours (another torch's keys)."""
+        """A loaded group, with defaults for what it lacks."""
         group = {key: saved.get(key, default) for key, default in self.defaults.items()}
         try:
             self._check_group(group)

@@ -17,7 +17,7 @@ import torch
 
 from offload.kernels.blocks import make_blocks
 from offload.kernels.rule import Rule
-from offload.layout import ALIGN, Chunk, Kind, Tile
+from offload.layout import ALIGN, Chunk, Tile
 from offload.transfer.pinned import Slab, allocate
 
 __all__ = ["ChunkState", "HostGradients", "HostState", "TileState", "numpy_dtype", "torch_dtype"]
@@ -114,7 +114,7 @@ class HostGradients:
 
     def __init__(self, touch: Touch) -> None:
         self._touch = touch
-        self._held: dict[int, tuple[Slab, Array, torch.Tensor]] = {}
+        self._held: dict[int, tuple[Slab, Array]] = {}
         self._accumulated: dict[int, tuple[Slab, Array]] = {}
 
     @property
@@ -124,11 +124,10 @@ class HostGradients:
 
     def held(self, chunk: Chunk) -> Array:
         """The chunk's gradients as kernels see them, ``[chunk.numel]``."""
-        return self._held_entry(chunk)[1]
-
-    def held_tensor(self, chunk: Chunk) -> torch.Tensor:
-        """The same memory as copies see it."""
-        return self._held_entry(chunk)[2]
+        entry = self._held.get(chunk.index)
+        if entry is None:
+            entry = self._held[chunk.index] = self._map_held(chunk)
+        return entry[1]
 
     def accumulated(self, chunk: Chunk) -> Array:
         """The chunk's FP32 accumulator, ``[chunk.numel]``."""
@@ -152,25 +151,18 @@ class HostGradients:
         self._accumulated.clear()
 
     def _slabs(self) -> list[Slab]:
-        held = [slab for slab, _, _ in self._held.values()]
+        held = [slab for slab, _ in self._held.values()]
         return held + [slab for slab, _ in self._accumulated.values()]
 
-    def _held_entry(self, chunk: Chunk) -> tuple[Slab, Array, torch.Tensor]:
-        entry = self._held.get(chunk.index)
-        if entry is None:
-            entry = self._held[chunk.index] = self._map_held(chunk, chunk.kind)
-        return entry
-
-    def _map_held(self, chunk: Chunk, kind: Kind) -> tuple[Slab, Array, torch.Tensor]:
+    def _map_held(self, chunk: Chunk) -> tuple[Slab, Array]:
         slab = allocate(
-            max(chunk.numel * kind.grad_bytes, 1),
+            max(chunk.numel * chunk.kind.grad_bytes, 1),
             name=f"gradients of {chunk.name}",
             pin=False,
             fallback_pageable=True,
             touch=self._touch,
         )
-        array = slab.array(numpy_dtype(kind.grad), 0, chunk.numel)
-        return slab, array, slab.tensor(torch_dtype(kind.grad), 0, chunk.numel)
+        return slab, slab.array(numpy_dtype(chunk.kind.grad), 0, chunk.numel)
 
 
 def _fp32_slab(numel: int, name: str, touch: Touch) -> Slab:

@@ -37,6 +37,8 @@ class ParamRecord:
     kind: Kind
     num_steps: int = 0
     gone: GoneGradient | None = None
+    form: tuple[Any, ...] = ()
+    _cleared: bool = False
     seen: tuple[int, int] = (0, 0)
 
     @property
@@ -51,7 +53,13 @@ class ParamRecord:
 
     def weight(self) -> torch.Tensor:
         """The compute weight as a 1-D view in memory order."""
-        return flat_view(local_shard(self.param), self.name)
+        local = local_shard(self.param)
+        if _form(local) != self.form:
+            raise ParameterError(
+                f"{self.name} was {_describe(self.form)} when the optimizer was built and is {_describe(_form(local))} now; "
+                "its state no longer fits. Convert or resize the model first, then build the optimizer"
+            )
+        return flat_view(local, self.name)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """A view of the flat range `flat` with the parameter's shape, strides and sharding."""
@@ -84,12 +92,19 @@ class ParamRecord:
         if self.gone is None:
             self.gone = GoneGradient(gradient, self.name)
         self.param.grad = self.gone
+        self._cleared = False
         return gradient
+
+    @property
+    def dropped_by_user(self) -> bool:
+        """Whether the sentinel is gone though `clear_sentinel` did not take it away."""
+        return self.gone is not None and not self._cleared and self.param.grad is None
 
     def clear_sentinel(self) -> None:
         """Before the next gradient is accumulated, and when the step is over."""
         if self.gone is not None and self.param.grad is self.gone:
             self.param.grad = None
+            self._cleared = True
 
     def note_weight(self) -> None:
         """Remember the weight as it is now: masters agree with it."""
@@ -165,7 +180,9 @@ def make_record(index: int, name: str | None, param: torch.Tensor, group: dict[s
         raise UnsupportedDtypeError(
             f"{label} has grad_dtype {param.grad_dtype}; supported are torch.bfloat16 and torch.float32"
         )
-    return ParamRecord(index, label, name is not None, param, group, Kind(gradient, weight))
+    return ParamRecord(
+        index, label, name is not None, param, group, Kind(gradient, weight), form=_form(local)
+    )
 
 
 def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -181,6 +198,16 @@ def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: not dense in memory"
         )
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _form(local: torch.Tensor) -> tuple[Any, ...]:
+    """What the order of elements in memory depends on, and what copies rely on."""
+    return tuple(local.shape), local.stride(), local.dtype, local.device
+
+
+def _describe(form: tuple[Any, ...]) -> str:
+    shape, stride, dtype, device = form
+    return f"{dtype} {shape} with strides {stride} on {device}"
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

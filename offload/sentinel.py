@@ -15,6 +15,18 @@ from offload.errors import GradientError
 
 __all__ = ["GoneGradient"]
 
+HARMLESS = (
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "stride",
+    "is_floating_point",
+    "is_complex",
+    "__len__",
+    "__hash__",
+)
+
 
 class GoneGradient(torch.Tensor):
     """A gradient that is not here any more. Any operation on it raises `GradientError`."""
@@ -35,6 +47,17 @@ class GoneGradient(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GoneGradient({self.parameter_name!r})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Properties and sizes may be asked for; what would look for memory that is not there may not."""
+        if func.__name__ in ("__get__", "__set__", *HARMLESS):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickling reads."""
+        return self.__torch_dispatch__("pickle", (), (self,))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -538,3 +540,129 @@ def test_a_weight_that_begins_to_fire_twice_is_never_stepped_too_early() -> None
             reference.step(recorder.take(), hyper_by_name(optimizer, model))
             optimizer.step()
         assert_matches_reference(model, optimizer, reference)
+
+
+# Behind the optimizer's back -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_dropped_by_other_means_are_missed(mode: str) -> None:
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model, mode=mode, accumulation_steps=2) as optimizer:
+        loss_of(model, batches(1)[0]).backward()
+        model.zero_grad()
+        with pytest.raises(offload.MidStepError, match=r"zero_grad\(\) of the optimizer"):
+            loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(offload.MidStepError):
+            optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, batches(2), micro_batches=2)
+
+
+def test_asking_autograd_for_gradients_drops_none() -> None:
+    model = make_decoder()
+    masters, recorder, reference = with_reference(model)
+    with adamw(model, masters=masters, accumulation_steps=2) as optimizer:
+        for ids in batches(3):
+            loss_of(model, ids).backward()
+            torch.autograd.grad(loss_of(model, ids), list(model.parameters()))
+            loss_of(model, ids.roll(1, 1)).backward()
+            reference.step(recorder.take(), hyper_by_name(optimizer, model))
+            optimizer.step()
+        assert_matches_reference(model, optimizer, reference)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_f1_weights_loaded_between_backward_and_step(mode: str) -> None:
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model, mode=mode) as optimizer:
+        for group in optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
+        loss_of(model, batches(1)[0]).backward()
+        loaded = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
+        model.load_state_dict(loaded)
+        optimizer.step()
+        assert all(torch.equal(p, loaded[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("change", ["resize", "dtype", "strides"])
+def test_parameters_of_another_form_are_refused(change: str) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, bias=False)).to(torch.bfloat16)
+    weight = model[0].weight
+    with adamw([("conv.weight", weight)]) as optimizer:
+        if change == "resize":
+            weight.data = torch.zeros(9, 4, 3, 3, dtype=torch.bfloat16)
+        elif change == "dtype":
+            weight.data = weight.data.float()
+        else:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        with pytest.raises(offload.ParameterError, match=r"conv\.weight was .* when the optimizer was built"):
+            weight.float().sum().backward()
+
+
+@pytest.mark.parametrize("call", ["step", "zero_grad"])
+def test_f44_what_was_cut_short_is_remembered(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Ctrl-C inside `step()`: no second application, no checkpoint of a mixture. Inside `zero_grad()`: run it again."""
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model, nonfinite="skip") as optimizer:
+        train(model, optimizer, batches(2))
+        saved, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+        loss_of(model, batches(1)[0]).backward()
+        stepper = type(optimizer._engine._stepper)
+        with monkeypatch.context() as patch:
+            patch.setattr(stepper, "end_step", lambda *args: _interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                getattr(optimizer, call)()
+        if call == "step":
+            for again in (optimizer.step, optimizer.zero_grad, optimizer.state_dict, optimizer.resync):
+                with pytest.raises(offload.MidStepError, match=r"step\(\) was cut short"):
+                    again()
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(saved)
+        else:
+            with pytest.raises(offload.MidStepError, match="cut short"):
+                optimizer.state_dict()
+            optimizer.zero_grad()
+        train(model, optimizer, batches(2))
+        assert optimizer.state[model.head.weight]["step"] == 4
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_fp32_parameters_may_come_to_a_bf16_optimizer() -> None:
+    model = make_decoder()
+    masters, recorder, reference = with_reference(model)
+    named = dict(model.named_parameters())
+    bf16 = [(name, p) for name, p in named.items() if p.dtype is torch.bfloat16]
+    with adamw(bf16, masters=masters, config={"tile_numel": 1024}) as optimizer:
+        optimizer.add_param_group({"params": [(n, p) for n, p in named.items() if p.dtype is torch.float32]})
+        train(model, optimizer, batches(3), recorder=recorder, reference=reference)
+        assert_matches_reference(model, optimizer, reference)
+
+
+def test_parameters_given_twice_are_refused() -> None:
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(offload.ConfigError, match="twice"):
+        offload.AdamW([weight, weight])
+
+
+def test_a_sentinel_gives_its_memory_to_nobody() -> None:
+    model = make_decoder()
+    with adamw(model) as optimizer:
+        loss_of(model, batches(1)[0]).backward()
+        gone = model.head.weight.grad
+        for read in (
+            lambda: gone.data_ptr(),
+            lambda: pickle.dumps(gone),
+            gone.share_memory_,
+            gone.untyped_storage,
+            gone.numpy,
+        ):
+            with pytest.raises(offload.GradientError, match=r"head\.weight"):
+                read()
+        optimizer.step()

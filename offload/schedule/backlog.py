@@ -24,20 +24,26 @@ class Backlog(Generic[T]):
         self._depth = depth
         self._items: deque[T] = deque()
         self._reports: deque[T] = deque()
-        lock = threading.Lock()
-        self._not_empty = threading.Condition(lock)
-        self._room = threading.Condition(lock)
+        self._lock = threading.Lock()
+        self._not_empty = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
         self._full = False
 
     def put(self, item: T, timeout_s: float) -> bool:
         """Append an item; False where there was no room for `timeout_s` seconds."""
-        with self._room:
+        # Called on the user's thread, where Ctrl-C may strike anywhere: the lock itself, whose methods are C and cannot be
+        # interrupted half-way, and not a condition's ``with``, which is Python and could leave the lock taken for ever.
+        if not self._lock.acquire(timeout=timeout_s):
+            return False
+        try:
             self._full |= len(self._items) >= self._depth
             if self._full and not self._wait_for_room(timeout_s):
                 return False
             self._items.append(item)
             self._not_empty.notify()
             return True
+        finally:
+            self._lock.release()
 
     def report(self, item: T) -> None:
         """Append to the lane that goes first; never blocks."""

@@ -30,7 +30,9 @@ from offload.errors import (
     MidStepError,
     NoGradientError,
     NonFiniteGradientError,
+    StateError,
     UndeclaredBackwardError,
+    WorkerError,
 )
 from offload.kernels.norm import add_blocks
 from offload.layout import ALIGN, Chunk, Span, build_chunks
@@ -48,6 +50,8 @@ from offload.schedule.worker import Worker
 __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
+
+RESET = "zero_grad()"
 
 
 class Engine:
@@ -79,6 +83,8 @@ class Engine:
         self._hooks: list[RemovableHandle] = []
         self._hyper: HyperRows | None = None
         self._begun = False
+        self._closed = False
+        self._changing: str | None = None  # the call that is changing state, or was cut short doing so
         self._hook_seconds = 0.0
 
     # Parameters -------------------------------------------------------------------------------------------------
@@ -117,6 +123,8 @@ class Engine:
         """Before a gradient is accumulated the sentinel of the last one must go; afterwards the gradient is taken."""
 
         def before(gradient: torch.Tensor) -> None:
+            if self._ledger.fires(record.index) and record.dropped_by_user:
+                raise MidStepError(messages.dropped(record.name))
             record.clear_sentinel()
 
         def after(parameter: torch.Tensor) -> None:
@@ -131,9 +139,12 @@ class Engine:
 
     def _receive(self, record: ParamRecord) -> None:
         """A gradient has come: take it out of ``param.grad`` and pass it on. Runs inside backward."""
+        if self._closed:
+            return
         gradient = record.take_gradient()
         if gradient is None or self._worker.failed:
             return
+        self._require_whole("backward")
         if self._ledger.touched and self._watch.follows_interruption():
             raise MidStepError(
                 messages.unfinished("an earlier backward pass ended with an exception", self._applied)
@@ -142,7 +153,10 @@ class Engine:
             declared, step = self.policy.accumulation_steps, self.num_steps + 1
             raise UndeclaredBackwardError(messages.extra_backward(record.name, declared, step, self._applied))
         self._watch.note_fire()
-        self._begin()
+        try:
+            self._begin()
+        except WorkerError:  # kept by the worker, raised at step(): never inside backward
+            return
         self._take_in(record, record.flat_gradient(gradient))
 
     def _take_in(self, record: ParamRecord, gradient: torch.Tensor) -> None:
@@ -163,6 +177,7 @@ class Engine:
     def _early_rows(self) -> Rows:
         """Hyperparameters as they are at the step's first update; `step` checks that they stayed."""
         if self._hyper is None:
+            self._take_changed_weights()  # nothing of this step is applied yet, so all that changed is the user's doing
             self._hyper = HyperRows(self._stepper.rule, self.chunks, self.records)
         return self._hyper.rows
 
@@ -189,6 +204,7 @@ class Engine:
         """
         start = time.perf_counter()
         self._worker.raise_error()
+        self._require_whole("step()")
         if self._watch.interrupted and self._ledger.touched:
             raise MidStepError(
                 messages.unfinished("the last backward pass ended with an exception", self._applied)
@@ -196,17 +212,25 @@ class Engine:
         self._take_assigned_gradients()
         if not self._ledger.touched:
             raise NoGradientError(messages.no_gradient())
+        self._require_sentinels()
         if self._hyper is not None:
             self._hyper.check(messages.some(self._applied))
         self._note_short_step()
+        self._take_changed_weights()
+        self._changing = "step()"
         verdict = self._judge_first() if self.policy.needs_norm_first else None
         if verdict is None or not verdict.skip:
             self._apply(verdict)
         self._conclude(verdict or Verdict(self._norm()), start)
+        self._changing = None
 
     def _apply(self, verdict: Verdict | None) -> None:
-        self._stepper.step_rest(self._hyper.rows if self._hyper else self._rows(verdict))
-        self._stepper.finish()
+        try:
+            self._stepper.step_rest(self._hyper.rows if self._hyper else self._rows(verdict))
+            self._stepper.finish()
+        except StateError:  # a stepper's word that nothing was changed
+            self._changing = None
+            raise
         for record in self._fired():
             record.num_steps += 1
             record.note_weight()
@@ -220,7 +244,7 @@ class Engine:
         self._stepper.finish()
         culprit = self._first_nonfinite()
         if culprit is not None and self.policy.nonfinite == "raise":
-            self.discard()
+            self.reset()
             raise NonFiniteGradientError(
                 f"the gradient of {culprit.name} holds an inf or a NaN (nonfinite='raise'); "
                 "nothing was changed and the gradients were dropped"
@@ -327,8 +351,20 @@ class Engine:
             WorkerError: the worker failed.
         """
         self._worker.raise_error()
+        self._require_whole(what)
         if not self.untouched:
             raise MidStepError(messages.mixture(what, self._applied))
+
+    def _require_whole(self, what: str) -> None:
+        """Raise where an earlier call was cut short while it changed state: what it left may be a mixture."""
+        if self._changing is not None:
+            raise MidStepError(messages.cut_short(what, self._changing))
+
+    def _require_sentinels(self) -> None:
+        """Raise where gradients that have left were dropped by other means than our ``zero_grad()``."""
+        for record in self._fired():
+            if record.dropped_by_user:
+                raise MidStepError(messages.dropped(record.name))
 
     def discard(self) -> None:
         """Forget the gradients since the last step.
@@ -336,10 +372,12 @@ class Engine:
         Raises:
             MidStepError: parts of the step were applied already.
         """
-        if not self._ledger.touched and not self._watch.interrupted:
-            return
-        if not self.untouched:
-            raise MidStepError(messages.no_way_back(self._applied))
+        if self._changing != RESET:
+            self._require_whole("zero_grad()")
+            if not self._ledger.touched and not self._watch.interrupted:
+                return
+            if not self.untouched:
+                raise MidStepError(messages.no_way_back(self._applied))
         self.reset()
 
     def reset(self) -> None:
@@ -349,6 +387,7 @@ class Engine:
             WorkerError: the worker failed.
         """
         self._worker.raise_error()
+        self._changing = RESET
         self._stepper.finish()
         for record in self._fired():
             record.clear_sentinel()
@@ -356,6 +395,12 @@ class Engine:
         self._watch.reset()
         self._stepper.end_step([chunk.index for chunk in self.chunks])
         self._begun, self._hyper = False, None
+        self._changing = None
+
+    def begin_loading(self) -> None:
+        """State is about to be overwritten, whatever became of it; `take_masters` ends that."""
+        self.reset()
+        self._changing = "load_state_dict()"
 
     def synchronize(self) -> None:
         """Block until everything that was submitted is done."""
@@ -379,6 +424,7 @@ class Engine:
         self._stepper.store_weights(written)
         for record in self.records.values():
             record.note_weight()
+        self._changing = None
 
     @property
     def host_bytes(self) -> int:
@@ -387,16 +433,21 @@ class Engine:
 
     def close(self) -> None:
         """Remove hooks, end the worker, release memory. Safe to call twice."""
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         for record in self.records.values():
             record.clear_sentinel()
-        self._stepper.close()
-        self._worker.close()
+        try:
+            self._stepper.close()
+        finally:
+            self._worker.close()
 
     def _take_changed_weights(self) -> None:
-        stale = [record for record in self.records.values() if record.weight_changed()]
+        """Weights that somebody else wrote: their masters must follow. Not those that early updates wrote."""
+        stepped = self._ledger.is_stepped
+        stale = [r for index, r in self.records.items() if not stepped(index) and r.weight_changed()]
         if not stale:
             return
         changed = self._stepper.load_weights(stale)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from offload.host_state import HostGradients, numpy_dtype, torch_dtype
 from offload.kernels.backend import TileArrays
@@ -105,7 +104,7 @@ class _SlotJob:
         return self._out.array(numpy_dtype(plan.kind.weight), plan.numel)
 
     def _send(self, plan: TilePlan, wanted: Sequence[bool], after: Sequence[Ready]) -> None:
-        """Start the way of the wanted pieces to the compute weights, and let autograd know of the write."""
+        """Start the way of the wanted pieces to the compute weights."""
         assert self._out is not None
         slot = self._out.tensor(torch_dtype(plan.kind.weight), plan.numel)
         copies = [
@@ -114,9 +113,6 @@ class _SlotJob:
             if want
         ]
         self._pipe.send(self._out, copies, after)
-        for owner, want in zip(plan.owners, wanted, strict=True):
-            if want:
-                torch.autograd.graph.increment_version(owner)
 
 
 class StepTile(_SlotJob):

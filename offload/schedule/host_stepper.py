@@ -31,9 +31,6 @@ __all__ = ["HostStepper"]
 
 TileKey = tuple[int, int]
 
-MAX_ELEMENT_BYTES = 4
-"""Slots hold FP32 tiles too; BF16 ones use half of a slot."""
-
 
 class HostStepper:
     """Implements `Stepper` for placement HOST.
@@ -60,6 +57,7 @@ class HostStepper:
         self._transport, self._backend, self._worker, self._clock = transport, backend, worker, clock
         self.rule = backend.rule
         self._fused_sums = fused_sums
+        self._config, self._element_bytes = config, element_bytes
         self._prepared: set[Variant] = set()
         self._state = HostState(backend.rule, backend.fill_zero)
         self._gradients = HostGradients(backend.fill_zero)
@@ -83,6 +81,7 @@ class HostStepper:
         self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord], masters: Mapping[int, torch.Tensor]
     ) -> None:
         """See `Stepper.add_chunks`."""
+        self._fit_rings(chunks)
         self._worker.call(lambda: self._state.add(chunks))
         for chunk in chunks:
             self._register(chunk, records)
@@ -139,6 +138,8 @@ class HostStepper:
         for plan in self._plans_of(records):
             plan.aim()
             self._worker.submit(StoreTile(self._pipe, plan, params, after))
+        for record in records:
+            torch.autograd.graph.increment_version(record.param)
         self.finish()
 
     @property
@@ -211,13 +212,15 @@ class HostStepper:
     def close(self) -> None:
         """See `Stepper.close`. Memory is unmapped last: no copy may be running then."""
         self._worker.close()
-        self._transport.close()
-        self._pipe.forget_abandoned()
-        self._reset_books()
-        self._records.clear()
-        self._places.clear()
-        self._plans.clear()
-        self._release_memory()
+        try:
+            self._transport.close()
+            self._pipe.forget_abandoned()
+        finally:
+            self._reset_books()
+            self._records.clear()
+            self._places.clear()
+            self._plans.clear()
+            self._release_memory()
 
     def _release_memory(self) -> None:
         self._gradients.close()
@@ -270,13 +273,18 @@ class HostStepper:
     def _submit_step(
         self, plan: TilePlan, rows: Rows, *, from_device: bool, after: Sequence[Ready] = ()
     ) -> None:
+        launches = self._launches(plan, from_device=from_device)
+        for piece, owner in zip(plan.pieces, plan.owners, strict=True):
+            if any(launch.select[piece.row] for launch in launches):
+                # Here, not where the weight is written: whoever still needs the old one must fail by rule, not by timing.
+                torch.autograd.graph.increment_version(owner)
         self._worker.submit(
             StepTile(
                 self._pipe,
                 plan,
                 self._gradients,
                 arrivals=[self._arrived[piece.param] for piece in plan.pieces] if from_device else None,
-                launches=self._launches(plan, from_device=from_device),
+                launches=launches,
                 rows=rows[plan.key[0]],
                 after=after,
                 with_sums=self._fused_sums,
@@ -351,9 +359,13 @@ class HostStepper:
         """On the worker's thread: start the backend, whose team inherits what the worker set, then make the rings."""
         self._transport.attach_thread()
         self._backend.start()
+        return Pipeline(self._transport, self._backend, *self._make_rings(config, element_bytes), self._clock)
+
+    def _make_rings(self, config: OffloadConfig, element_bytes: int) -> tuple[Ring, Ring]:
+        """Touched by the team, then pinned; slabs of rings before them are released."""
+        before, self._rings = self._rings, []
         slot_bytes = config.tile_numel * element_bytes
         on_cuda = self._transport.device.type == "cuda"
-        rings = []
         for name in ("gradients in", "weights out"):
             slab = allocate(
                 Ring.required_bytes(config.ring_slots, slot_bytes),
@@ -364,6 +376,15 @@ class HostStepper:
                 device=self._transport.device if on_cuda else None,
             )
             self._rings.append(slab)
-            rings.append(Ring(slab, config.ring_slots, slot_bytes))
-        to_host, to_device = rings
-        return Pipeline(self._transport, self._backend, to_host, to_device, self._clock)
+        for slab in before:
+            slab.close()
+        to_host, to_device = (Ring(slab, config.ring_slots, slot_bytes) for slab in self._rings)
+        return to_host, to_device
+
+    def _fit_rings(self, chunks: Sequence[Chunk]) -> None:
+        """FP32 parameters that come to a BF16 optimizer need wider slots."""
+        widest = max((max(c.kind.grad_bytes, c.kind.weight_bytes) for c in chunks), default=0)
+        if widest > self._element_bytes:
+            self.finish()
+            self._pipe.use_rings(*self._worker.call(lambda: self._make_rings(self._config, widest)))
+            self._element_bytes = widest

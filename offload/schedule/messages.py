@@ -21,7 +21,7 @@ def unfinished(what: str, applied: Sequence[str]) -> str:
         return f"{what}; its gradients are incomplete: call zero_grad() to drop them, then run backward again"
     return (
         f"{what} after {some(applied)} had been updated, so the state is part old, part new; load the last checkpoint "
-        "(load_state_dict) to go on"
+        "of model and optimizer (load_state_dict) to go on"
     )
 
 
@@ -58,4 +58,20 @@ def no_gradient() -> str:
     return (
         "step(): no gradient has arrived since the last step. Call loss.backward() first; if it ran, its graph does not "
         "reach this optimizer's parameters (were they replaced after the optimizer was built?)"
+    )
+
+
+def cut_short(what: str, call: str) -> str:
+    """A call after one that was interrupted while it changed state."""
+    return (
+        f"{what} after {call} was cut short by an exception (Ctrl-C, a deadline): state may be part old, part new. Load the "
+        "last checkpoint of model and optimizer (load_state_dict) to go on"
+    )
+
+
+def dropped(parameter: str) -> str:
+    """``param.grad`` was cleared behind the optimizer's back."""
+    return (
+        f"the gradient of {parameter} has left for the optimizer, and clearing .grad (model.zero_grad(), p.grad = None) "
+        "does not drop it: call zero_grad() of the optimizer instead"
     )

@@ -86,11 +86,14 @@ class Pipeline:
     ) -> None:
         self.transport = transport
         self.backend = backend
-        self.to_host = to_host
         self.clock = clock
-        self._to_device = to_device
+        self.use_rings(to_host, to_device)
         self._returning: deque[tuple[Transfer, Slot]] = deque()
         self._abandoned: list[Transfer] = []
+
+    def use_rings(self, to_host: Ring, to_device: Ring) -> None:
+        """Take slots from these; no job may be in flight."""
+        self.to_host, self._to_device = to_host, to_device
 
     def take_out_slot(self) -> Slot | None:
         """A slot for new weights; waits for the oldest weights to have left where all are taken by such."""

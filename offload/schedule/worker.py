@@ -17,6 +17,7 @@ call; after one, jobs are dropped, so that nobody waits for a worker that cannot
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from offload.errors import ClosedError, DeadlineError, OffloadError, WorkerError
+from offload.errors import ClosedError, DeadlineError, OffloadError, StateError, WorkerError
 from offload.schedule.backlog import Backlog
 
 __all__ = ["Call", "Job", "Worker"]
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
+FAILED_CLOSE_TIMEOUT_S = 1.0
 
 
 class Job(Protocol):
@@ -111,6 +113,7 @@ class Worker:
         self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._outcome = _Outcome()
         self._closed = False
+        self._pid = os.getpid()
         computing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         targets = {"worker": _compute_all, "copier": _copy_all}
         self._threads = [
@@ -169,6 +172,10 @@ class Worker:
             DeadlineError: no answer within ``timeout_s``.
         """
         self.raise_error()
+        if os.getpid() != self._pid:
+            raise StateError(
+                "this is a forked child: the optimizer's threads and memory stayed in the parent process"
+            )
         if threading.current_thread() in self._threads:
             return function()
         call = Call(function, on_copier=on_copier)
@@ -190,17 +197,18 @@ class Worker:
 
     def close(self) -> None:
         """End the threads after what is queued. Safe to call twice."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if not self._inbox.put(_END, CLOSE_TIMEOUT_S):
+        timeout_s = FAILED_CLOSE_TIMEOUT_S if self.failed else CLOSE_TIMEOUT_S
+        if not self._inbox.put(_END, timeout_s):
             logger.warning("the offload worker did not take its end; its threads are left behind as daemons")
             return
         if (
             threading.current_thread() not in self._threads
         ):  # a finalizer there: each of them waits for the other
             for thread in self._threads:
-                thread.join(CLOSE_TIMEOUT_S)
+                thread.join(timeout_s)
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(
