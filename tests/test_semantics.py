@@ -591,7 +591,7 @@ def test_f1_weights_loaded_between_backward_and_step(mode: str) -> None:
 def test_parameters_of_another_form_are_refused(change: str) -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3, bias=False)).to(torch.bfloat16)
     weight = model[0].weight
-    with adamw([("conv.weight", weight)]) as optimizer:
+    with adamw([("conv.weight", weight)]):
         if change == "resize":
             weight.data = torch.zeros(9, 4, 3, 3, dtype=torch.bfloat16)
         elif change == "dtype":
