@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.errors import KernelError
 from offload.kernels.backend import TileArrays, Variant
 from offload.kernels.blocks import NORM_BLOCK
 from offload.kernels.norm import square_sums_of_rows
@@ -119,7 +120,7 @@ class TorchBackend:
         self.rule: Rule = TorchAdamWRule() if rule.name == AdamWRule.name else rule
         self._step = _step_adamw if rule.name == AdamWRule.name else _step_sign_sgd
         if rule.name not in (AdamWRule.name, SignSGDRule.name):
-            raise NotImplementedError(f"no torch kernel for rule {rule.name!r}")
+            raise KernelError(f"no torch kernel for rule {rule.name!r}: use backend='numba'")
         self.num_threads = num_threads
         self.flush_denormals = bool(flush_denormals)
 
