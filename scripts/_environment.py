@@ -1,8 +1,8 @@
 """What must be set before torch is imported, and what a benchmark has to record about its machine.
 
 The library itself never touches the environment; programs may. On a machine with many CPUs these scripts leave
-OpenMP's waiting policy alone: with ``OMP_WAIT_POLICY=passive`` each of the thousand kernel launches of a step has to
-wake the team first, which costs 0.15 ms apiece on a 16-core host (bench_pipeline.py). With few CPUs they ask for it:
+OpenMP's waiting policy alone: with ``OMP_WAIT_POLICY=passive`` each of the hundreds of kernel launches of a step has to
+wake the team first (0.18 ms apiece against ``active`` in one comparison on a 16-core host; not seen in every run). With few CPUs they ask for it:
 teams that spin take the cores from each other as soon as anything else runs beside them.
 """
 

@@ -6,8 +6,8 @@
 
 The worker's thread owns the kernels' team and does nothing between two kernels but to wait for a copy that has mostly
 ended by then. The copier issues as far ahead as slots allow, while kernels run. One thread for all would lose the
-interpreter time of its own copies between two kernels, and on top of it whatever backward keeps the GIL for: 20 % of
-the update rate with tiles of 4 Mi elements on a 16-core host (scripts/bench_pipeline.py).
+interpreter time of its own copies between two kernels, and on top of it whatever backward keeps the GIL for: 0.2 of
+1.9 s of an 8 K step of a 4 G model were spent on issuing copies alone.
 
 Jobs are computed, and delivered, in the order in which they were submitted. Two queues are all that the threads share;
 the bound of the first one holds backward up when the host is slow. An error is kept and raised at the next public
