@@ -2,8 +2,8 @@
 
 The library itself never touches the environment; programs may. On a machine with many CPUs these scripts leave
 OpenMP's waiting policy alone: with ``OMP_WAIT_POLICY=passive`` each of the hundreds of kernel launches of a step has to
-wake the team first (0.18 ms apiece against ``active`` in one comparison on a 16-core host; not seen in every run). With few CPUs they ask for it:
-teams that spin take the cores from each other as soon as anything else runs beside them.
+wake the team first (0.18 ms apiece against ``active`` in one comparison on a 16-core host; not seen in every run). With
+few CPUs they ask for it: teams that spin take the cores from each other as soon as anything else runs beside them.
 """
 
 from __future__ import annotations
