@@ -8,7 +8,8 @@ h × 4 h of a gated MLP) with an untied vocabulary of 32,000. *Extra memory* is 
 weights and gradients, and less nothing else: buffers that were allocated before count. The *link's time* is what the
 state that a step moves would take at the rate of copies in both directions at once, measured here.
 
-Every row runs in a fresh process. Without a GPU there is neither an allocator to ask nor a link to measure.
+Every model has a fresh process, in which its rows follow each other: what one of them left behind would count as extra
+memory of the next. Without a GPU there is neither an allocator to ask nor a link to measure.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import _environment  # isort: skip  (sets variables that torch reads when it is loaded)
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -66,21 +68,18 @@ OPTIMIZERS: dict[str, Callable[[str, Named], torch.optim.Optimizer]] = {
 """The last one keeps its state on the device, in any mode: for comparison."""
 
 
-# One row after another in its own process -------------------------------------------------------------------
+# One model after another, each in its own process -----------------------------------------------------------
 
 
 def main() -> None:
     args = parse_arguments()
-    if args.row:
-        write_json(args.json, measure_row(args))
+    if args.rows:
+        for row in args.rows.split(";"):
+            with args.json.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(measure_row(args, *row.split(","))) + "\n")
         return
     link = measure_link(torch.device(args.device))
-    rows = []
-    for model in args.models:
-        for optimizer in args.optimizers:
-            for mode in args.modes:
-                rows.append(with_ratio(run_in_subprocess(args, f"{model},{optimizer},{mode}"), link))
-                print(f"{model} {optimizer} {mode}: {rows[-1]['status']}", flush=True)
+    rows = [with_ratio(row, link) for model in args.models for row in measure_model(args, model)]
     print(format_table(HEADERS, [table_row(row) for row in rows]))
     if link is not None:
         print(f"link, both directions at once: {link / 1e9:.1f} GB/s")
@@ -96,20 +95,32 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def run_in_subprocess(args: argparse.Namespace, row: str) -> dict[str, Any]:
-    """Measure one row in a process of its own; all its memory is gone when this returns."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "row.json"
-        options = ["--device", args.device, "--steps", str(args.steps), "--row", row, "--json", str(path)]
-        process = subprocess.run(
-            [sys.executable, __file__, *options], capture_output=True, text=True, check=False
+def measure_model(args: argparse.Namespace, model: str) -> list[dict[str, Any]]:
+    """All rows of a model, in a process of their own. One that ends it leaves a row that says so, and the others go on."""
+    waiting = [(model, optimizer, mode) for optimizer in args.optimizers for mode in args.modes]
+    rows: list[dict[str, Any]] = []
+    while waiting:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows.jsonl"
+            options = ["--device", args.device, "--steps", str(args.steps), "--json", str(path)]
+            process = subprocess.run(
+                [sys.executable, __file__, *options, "--rows", ";".join(",".join(row) for row in waiting)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            done = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        rows += [json.loads(line) for line in done]
+        waiting = waiting[len(done) :]
+        if process.returncode and waiting:
+            reason = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            failed = dict(zip(("model", "optimizer", "mode"), waiting.pop(0), strict=True))
+            rows.append({**failed, "status": "error", "reason": reason})
+    for row in rows:
+        print(
+            " ".join((model, row["optimizer"], row["mode"], row["status"], row.get("reason", ""))), flush=True
         )
-        if path.exists():
-            result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return result
-    model, optimizer, mode = row.split(",")
-    reason = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-    return {"model": model, "optimizer": optimizer, "mode": mode, "status": "error", "reason": reason}
+    return rows
 
 
 def with_ratio(row: dict[str, Any], link: float | None) -> dict[str, Any]:
@@ -120,12 +131,11 @@ def with_ratio(row: dict[str, Any], link: float | None) -> dict[str, Any]:
     return {**row, "link_s": ideal, "step_over_link": row["step_s"] / ideal}
 
 
-# One row, in the process made for it ------------------------------------------------------------------------
+# One row, in the process made for its model ------------------------------------------------------------------------
 
 
-def measure_row(args: argparse.Namespace) -> dict[str, Any]:
+def measure_row(args: argparse.Namespace, model: str, optimizer_name: str, mode: str) -> dict[str, Any]:
     """First step, then ``--steps`` more, with new gradients in the same memory before each."""
-    model, optimizer_name, mode = args.row.split(",")
     device = torch.device(args.device)
     named = list(parameters(*MODELS[model], device))
     params = [parameter for _, parameter in named]
@@ -162,10 +172,16 @@ def measure_row(args: argparse.Namespace) -> dict[str, Any]:
     ]
     report = getattr(optimizer, "last_step", None)
     moved = report.bytes_to_device + report.bytes_to_host if report is not None else 0
+    state_bytes = sum(t.nbytes for t in state)
+    close = getattr(optimizer, "close", None)
+    if close is not None:
+        close()
+    del optimizer, named, params, parameter, state
+    gc.collect()
     return {
         **row,
         "status": "ok",
-        "state_bytes": sum(t.nbytes for t in state),
+        "state_bytes": state_bytes,
         "first_extra_bytes": extra[0] if extra else None,
         "later_extra_bytes": max(extra[1:]) if extra else None,
         "reserved_growth_bytes": reserved[-1] - reserved[1] if reserved else None,
@@ -278,7 +294,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="after the first one")
     parser.add_argument("--device", default=device)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -93,7 +93,10 @@ def measure_mode(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_cudnn_sdp(
+            False
+        )  # its backward is not deterministic; flash attention's can be
     started = time.perf_counter()
     model = build_model(
         SHAPES[args.model].with_sizes(args.layers, args.hidden),
