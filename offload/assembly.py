@@ -60,6 +60,7 @@ class Options:
     backend: str
     max_grad_norm: float | None
     nonfinite: str
+    clip: str
     accumulation_steps: int
     flush_denormals: bool
     config: OffloadConfig
@@ -68,6 +69,11 @@ class Options:
     def needs_norm_first(self) -> bool:
         """Whether a step's norm must be known before anything is updated."""
         return self.max_grad_norm is not None or self.nonfinite != "propagate"
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a wavefront may update before the norm is known."""
+        return self.needs_norm_first and self.clip != "defer"
 
     @property
     def fused_sums(self) -> bool:
@@ -93,12 +99,13 @@ def assemble(
         accumulation_steps=options.accumulation_steps,
         max_grad_norm=options.max_grad_norm,
         nonfinite=options.nonfinite,
+        clip=options.clip if made.shadow_bytes else "defer",
     )
     config, clock = options.config, StageClock()
     worker = Worker("offload-worker", depth=config.backlog_tiles, timeout_s=config.timeout_s)
     engine: Engine | None = None
     try:
-        stepper = _make_stepper(made.mode, device, rule, records, options, worker, clock)
+        stepper = _make_stepper(made, device, rule, records, options, worker, clock)
         engine = Engine(
             policy=policy,
             stepper=stepper,
@@ -122,7 +129,7 @@ def make_transport(device: torch.device, config: OffloadConfig) -> Transport:
 
 
 def _make_stepper(
-    mode: str,
+    made: Plan,
     device: torch.device,
     rule: KernelRule,
     records: Sequence[ParamRecord],
@@ -130,6 +137,7 @@ def _make_stepper(
     worker: Worker,
     clock: StageClock,
 ) -> Stepper:
+    mode = made.mode
     if mode == "resident" and device.type == "cuda":
         return DeviceStepper(
             device=device,
@@ -148,14 +156,17 @@ def _make_stepper(
     if mode in STREAM_MODES:
         return _make_stream_stepper(mode, device, rule, records, options, worker, clock, budget)
     kinds = {record.kind for record in records}
+    speculates = mode == "wavefront" and made.shadow_bytes > 0
     return HostStepper(
         transport=make_transport(device, config),
-        backend=_make_backend(rule, kinds, budget, options),
+        backend=_make_backend(rule, kinds, budget, options, speculates=speculates),
         worker=worker,
         config=config,
-        fused_sums=options.fused_sums,
+        fused_sums=options.fused_sums or speculates,
         element_bytes=_element_bytes(kinds),
         clock=clock,
+        shadow_bytes=made.shadow_bytes,
+        pin_gradients=made.pins_gradients,
     )
 
 
@@ -209,24 +220,33 @@ def _make_updater(
     return make_device_updater(device, rule, flush_denormals=options.flush_denormals, variants=variants)
 
 
-def _make_backend(rule: KernelRule, kinds: Collection[Kind], budget: Budget, options: Options) -> Backend:
+def _make_backend(
+    rule: KernelRule, kinds: Collection[Kind], budget: Budget, options: Options, *, speculates: bool = False
+) -> Backend:
     if options.backend == "torch":
         return TorchBackend(rule, num_threads=budget.num_threads, flush_denormals=options.flush_denormals)
     return NumbaBackend(
         rule,
         num_threads=budget.num_threads,
         flush_denormals=options.flush_denormals,
-        variants=_variants(kinds, options),
+        variants=_variants(kinds, options, speculates=speculates),
         cache_dir=options.config.kernel_cache_dir,
     )
 
 
-def _variants(kinds: Collection[Kind], options: Options) -> list[Variant]:
+def _variants(kinds: Collection[Kind], options: Options, *, speculates: bool = False) -> list[Variant]:
     """What steps will call, as far as it can be foreseen."""
     return [
-        Variant(grad=kind.grad, weight=kind.weight, sums=options.fused_sums, acc=acc)  # type: ignore[arg-type]
+        Variant(
+            grad=kind.grad,  # type: ignore[arg-type]
+            weight=kind.weight,  # type: ignore[arg-type]
+            sums=options.fused_sums or speculates,
+            acc=acc,
+            new_state=new_state,
+        )
         for kind in sorted(kinds)
         for acc in ([False, True] if options.accumulation_steps > 1 else [False])
+        for new_state in ([False, True] if speculates else [False])
     ]
 
 
@@ -282,6 +302,7 @@ def _workload(rule: KernelRule, records: Sequence[ParamRecord], options: Options
         tile_bytes=4 * widest * stream_tile_numel(config.tile_numel, arrays),
         num_slots=NUM_SLOTS,
         chunks=tuple(ChunkSize(chunk.name, chunk.numel) for chunk in chunks),
+        speculates=options.speculates,
     )
 
 

@@ -16,8 +16,8 @@ MODES = ("resident", "all-at-once", "chunked-sync", "chunked-stream", "wavefront
 BACKENDS = ("numba", "torch")
 """Who computes on the host: our kernels, or fused ``torch.optim`` (for parity)."""
 
-CLIP_POLICIES = ("defer", "auto")
-"""How a wavefront clips; ``auto`` chooses among the others."""
+CLIP_POLICIES = ("speculate", "defer", "auto")
+"""How a wavefront clips; ``auto`` chooses between the others, step by step."""
 
 NONFINITE_POLICIES = ("propagate", "skip", "raise")
 """What happens to a step whose gradients hold an inf or a NaN."""

@@ -107,6 +107,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._adopt_unfrozen()
         engine.step()
+        self._follow_moved(engine)
         for parameter, record in self._records.items():
             self.state[parameter]["step"].fill_(record.num_steps)
         return loss
@@ -299,14 +300,26 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _publish(self, records: Iterable[ParamRecord]) -> None:
         """Make ``self.state`` name the current tensors."""
-        engine = self._open_engine()
         for record in records:
             self._records[record.param] = record
-            state = engine.state(record)
-            if record.kind.weight == "fp32":
-                del state["master"]
             step = torch.tensor(float(record.num_steps), dtype=torch.float32)
-            self.state[record.param] = {"step": step, **state}
+            self.state[record.param] = {"step": step, **self._state_of(record)}
+
+    def _follow_moved(self, engine: Engine) -> None:
+        """``self.state`` names current tensors also after a step that exchanged them."""
+        moved = set(engine.take_moved())
+        if not moved:
+            return
+        for parameter, record in self._records.items():
+            if record.index in moved:
+                self.state[parameter].update(self._state_of(record))
+
+    def _state_of(self, record: ParamRecord) -> dict[str, torch.Tensor]:
+        """FP32 state as users see it: an FP32 weight is its own master."""
+        state = self._open_engine().state(record)
+        if record.kind.weight == "fp32":
+            state = {name: tensor for name, tensor in state.items() if name != "master"}
+        return state
 
     def _checked_group(self, saved: dict[str, Any]) -> dict[str, Any]:
         """A loaded group, with defaults for what it lacks."""

@@ -2,14 +2,17 @@
 
 One slab for each kind of array and each batch of chunks; chunks are slices of it, tiles are slices of chunks.
 Views of tiles are made once, so that the worker touches no Python object more than it must per tile. State is
-pageable: only the rings are pinned, which is what bounds pinned memory whatever the model's size.
+pageable: what is pinned is the rings, and where every step keeps its gradients until a verdict, a slab for these.
+
+A chunk may have a *shadow*: a second set of the same arrays, into which a speculative step writes. Committing such a
+step is exchanging the two (`ChunkState.flip`), rolling it back is not doing so; nothing is copied either way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +23,7 @@ from offload.kernels.rule import Rule
 from offload.layout import ALIGN, Chunk, Tile
 from offload.transfer.pinned import Slab, allocate
 
-__all__ = ["ChunkState", "HostGradients", "HostState", "TileState", "numpy_dtype", "torch_dtype"]
+__all__ = ["ChunkState", "Held", "HostGradients", "HostState", "TileState", "numpy_dtype", "torch_dtype"]
 
 Array = npt.NDArray[Any]
 Touch = Callable[[Array], None]
@@ -48,27 +51,82 @@ class TileState:
     blocks: Array
 
 
+class _Side:
+    """One set of a chunk's arrays, and the same cut into tiles."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        master: torch.Tensor,
+        moments: tuple[torch.Tensor, ...],
+        sums: Array,
+        nonfinite: Array,
+        blocks: Sequence[Array],
+    ) -> None:
+        self.master, self.moments = master, moments
+        self.tiles: list[TileState] = []
+        for tile, tile_blocks in zip(chunk.tiles, blocks, strict=True):
+            elements, norms = slice(tile.start, tile.stop), slice(tile.start // ALIGN, tile.stop // ALIGN)
+            parts = tuple(moment.numpy()[elements] for moment in moments)
+            self.tiles.append(
+                TileState(tile, master.numpy()[elements], parts, sums[norms], nonfinite[norms], tile_blocks)
+            )
+
+
 class ChunkState:
-    """A chunk's arrays: `master` and `moments` FP32 ``[chunk.numel]``, squared sums per block of `ALIGN`."""
+    """A chunk's arrays: `master` and `moments` FP32 ``[chunk.numel]``, squared sums per block of `ALIGN`.
+
+    With a shadow there are two sets, of which one is current; sums belong to both.
+    """
 
     def __init__(self, chunk: Chunk, master: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> None:
         self.chunk = chunk
-        self.master = master
-        self.moments = moments
         self.sums: Array = np.zeros(chunk.numel // ALIGN, np.float64)
         self.nonfinite: Array = np.zeros(chunk.numel // ALIGN, np.uint8)
-        self.tiles = [self._tile_state(tile) for tile in chunk.tiles]
+        self._blocks = [
+            make_blocks([(p.tile_start, p.tile_start + p.numel, p.row) for p in tile.pieces])
+            for tile in chunk.tiles
+        ]
+        self._current = self._side(master, moments)
+        self._shadow: _Side | None = None
 
-    def _tile_state(self, tile: Tile) -> TileState:
-        elements, blocks = slice(tile.start, tile.stop), slice(tile.start // ALIGN, tile.stop // ALIGN)
-        return TileState(
-            tile,
-            self.master.numpy()[elements],
-            tuple(moment.numpy()[elements] for moment in self.moments),
-            self.sums[blocks],
-            self.nonfinite[blocks],
-            make_blocks([(p.tile_start, p.tile_start + p.numel, p.row) for p in tile.pieces]),
-        )
+    @property
+    def master(self) -> torch.Tensor:
+        """The current masters."""
+        return self._current.master
+
+    @property
+    def moments(self) -> tuple[torch.Tensor, ...]:
+        """The current moments."""
+        return self._current.moments
+
+    @property
+    def tiles(self) -> list[TileState]:
+        """The current arrays, by tile."""
+        return self._current.tiles
+
+    @property
+    def has_shadow(self) -> bool:
+        """Whether a step may be taken without touching the current arrays."""
+        return self._shadow is not None
+
+    def add_shadow(self, master: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> None:
+        """Give the chunk a second set of arrays."""
+        self._shadow = self._side(master, moments)
+
+    def shadow(self, tile: int) -> tuple[Array, ...]:
+        """The tile's master and moments of the set that is not current."""
+        assert self._shadow is not None
+        state = self._shadow.tiles[tile]
+        return (state.master, *state.moments)
+
+    def flip(self) -> None:
+        """What was the shadow is current from now on. No job may be at work on the chunk."""
+        assert self._shadow is not None
+        self._current, self._shadow = self._shadow, self._current
+
+    def _side(self, master: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> _Side:
+        return _Side(self.chunk, master, moments, self.sums, self.nonfinite, self._blocks)
 
 
 class HostState:
@@ -87,18 +145,30 @@ class HostState:
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the state of `chunks`. On an error nothing of it stays."""
+        for chunk, (master, *moments) in zip(chunks, self._allocate(chunks, ""), strict=True):
+            self.chunks[chunk.index] = ChunkState(chunk, master, tuple(moments))
+
+    def add_shadows(self, chunks: Sequence[Chunk]) -> None:
+        """Allocate a second set of arrays for `chunks`. On an error nothing of it stays."""
+        for chunk, (master, *moments) in zip(chunks, self._allocate(chunks, "shadow of "), strict=True):
+            self.chunks[chunk.index].add_shadow(master, tuple(moments))
+
+    def _allocate(self, chunks: Sequence[Chunk], prefix: str) -> list[list[torch.Tensor]]:
+        """For each chunk its master and moments, cut from new slabs."""
         names = ("master", *self.rule.state_names)
         total = sum(chunk.numel for chunk in chunks)
         slabs: list[Slab] = []
         try:
-            slabs.extend(_fp32_slab(total, name, self._touch) for name in names)
+            slabs.extend(_fp32_slab(total, prefix + name, self._touch) for name in names)
         except BaseException:
             _close(slabs)
             raise
         self._slabs += slabs
-        for chunk, start in zip(chunks, _starts(chunks), strict=True):
-            master, *moments = (slab.tensor(torch.float32, 4 * start, chunk.numel) for slab in slabs)
-            self.chunks[chunk.index] = ChunkState(chunk, master, tuple(moments))
+        starts = _starts(chunks)
+        return [
+            [slab.tensor(torch.float32, 4 * start, chunk.numel) for slab in slabs]
+            for chunk, start in zip(chunks, starts, strict=True)
+        ]
 
     def close(self) -> None:
         """Unmap everything; views that are still out keep their memory."""
@@ -106,15 +176,26 @@ class HostState:
         _close(self._slabs)
 
 
+class Held(NamedTuple):
+    """A chunk's gradients as kernels and as copies see them, ``[chunk.numel]``. `direct`: copies may end here."""
+
+    array: Array
+    tensor: torch.Tensor
+    direct: bool
+
+
 class HostGradients:
     """Gradients kept until ``step()``: `held` in their own dtype, `accumulated` in FP32. Mapped on first use.
 
-    Which elements hold something is the caller's to know: nothing here is zeroed between steps.
+    Where each step holds its gradients, `reserve` maps and pins their slab ahead, and they are copied straight into it;
+    otherwise they come through the ring. Which elements hold something is the caller's to know: nothing here is zeroed
+    between steps.
     """
 
     def __init__(self, touch: Touch) -> None:
         self._touch = touch
-        self._held: dict[int, tuple[Slab, Array]] = {}
+        self._reserved: list[Slab] = []
+        self._held: dict[int, tuple[Slab | None, Held]] = {}
         self._accumulated: dict[int, tuple[Slab, Array]] = {}
 
     @property
@@ -122,12 +203,40 @@ class HostGradients:
         """Bytes mapped for gradients."""
         return sum(slab.num_bytes for slab in self._slabs())
 
-    def held(self, chunk: Chunk) -> Array:
-        """The chunk's gradients as kernels see them, ``[chunk.numel]``."""
+    def reserve(self, chunks: Sequence[Chunk], *, pin_for: torch.device | None) -> None:
+        """Map the gradients of `chunks` for good.
+
+        Args:
+            pin_for: the device that copies into them; None: the host does.
+        """
+        starts, total = [], 0
+        for chunk in chunks:
+            starts.append(total)
+            total += chunk.numel * chunk.kind.grad_bytes  # a multiple of ALIGN elements: all stay aligned
+        slab = allocate(
+            max(total, 1),
+            name="gradients",
+            pin=pin_for is not None,
+            fallback_pageable=True,
+            touch=self._touch,
+            device=pin_for,
+        )
+        self._reserved.append(slab)
+        direct = slab.pinned or pin_for is None
+        for chunk, start in zip(chunks, starts, strict=True):
+            self._held[chunk.index] = (None, _held_in(slab, chunk, start, direct=direct))
+
+    def held(self, chunk: Chunk) -> Held:
+        """The chunk's gradients."""
         entry = self._held.get(chunk.index)
         if entry is None:
             entry = self._held[chunk.index] = self._map_held(chunk)
         return entry[1]
+
+    def takes_copies(self, chunk: Chunk) -> bool:
+        """Whether `held` is where copies from the device may end."""
+        entry = self._held.get(chunk.index)
+        return entry is not None and entry[1].direct
 
     def accumulated(self, chunk: Chunk) -> Array:
         """The chunk's FP32 accumulator, ``[chunk.numel]``."""
@@ -138,23 +247,25 @@ class HostGradients:
         return entry[1]
 
     def release_held(self, chunks: Iterable[Chunk]) -> None:
-        """Unmap what `held` mapped for `chunks`."""
+        """Unmap what `held` mapped for `chunks`; what was reserved stays."""
         for chunk in chunks:
-            entry = self._held.pop(chunk.index, None)
-            if entry is not None:
-                entry[0].close()
+            slab, _ = self._held.get(chunk.index, (None, None))
+            if slab is not None:
+                del self._held[chunk.index]
+                slab.close()
 
     def close(self) -> None:
         """Unmap everything."""
         _close(self._slabs())
+        self._reserved.clear()
         self._held.clear()
         self._accumulated.clear()
 
     def _slabs(self) -> list[Slab]:
-        held = [slab for slab, _ in self._held.values()]
-        return held + [slab for slab, _ in self._accumulated.values()]
+        held = [slab for slab, _ in self._held.values() if slab is not None]
+        return self._reserved + held + [slab for slab, _ in self._accumulated.values()]
 
-    def _map_held(self, chunk: Chunk) -> tuple[Slab, Array]:
+    def _map_held(self, chunk: Chunk) -> tuple[Slab, Held]:
         slab = allocate(
             max(chunk.numel * chunk.kind.grad_bytes, 1),
             name=f"gradients of {chunk.name}",
@@ -162,7 +273,16 @@ class HostGradients:
             fallback_pageable=True,
             touch=self._touch,
         )
-        return slab, slab.array(numpy_dtype(chunk.kind.grad), 0, chunk.numel)
+        return slab, _held_in(slab, chunk, 0, direct=False)
+
+
+def _held_in(slab: Slab, chunk: Chunk, start: int, *, direct: bool) -> Held:
+    grad = chunk.kind.grad
+    return Held(
+        slab.array(numpy_dtype(grad), start, chunk.numel),
+        slab.tensor(torch_dtype(grad), start, chunk.numel),
+        direct,
+    )
 
 
 def _fp32_slab(numel: int, name: str, touch: Touch) -> Slab:

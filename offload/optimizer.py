@@ -37,8 +37,11 @@ class AdamW(OffloadOptimizer):
             backward), or ``"auto"``: the planner chooses, see docs/planner.md.
         backend: ``"numba"``, or ``"torch"`` for fused ``torch.optim`` kernels on the host.
         max_grad_norm: global L2 norm to which gradients are clipped, exactly; None for no clipping.
-        clip: how a wavefront clips: ``"defer"`` (gradients stream to the host during backward, updates run when the
-            norm is known), or ``"auto"``.
+        clip: how a wavefront clips, and treats non-finite gradients: ``"speculate"`` (updates run inside backward as if
+            nothing had to be clipped, into a second set of state; when the norm is known they are committed, or rolled
+            back and done again), ``"defer"`` (gradients stream to the host during backward, updates run when the
+            norm is known), or ``"auto"`` (the first while roll-backs are rare, else the second). Chunks for which the
+            host has no memory for a second set are deferred; `plan` says how much there is.
         nonfinite: a gradient with an inf or a NaN is applied (``"propagate"``, as torch), makes the whole step leave
             every bit as it was (``"skip"``), or raises before any change (``"raise"``).
         accumulation_steps: backward passes per step.
@@ -161,6 +164,7 @@ def _options(
         backend=check_choice("backend", backend, BACKENDS),
         max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
         nonfinite=check_choice("nonfinite", nonfinite, NONFINITE_POLICIES),
+        clip=clip,
         accumulation_steps=accumulation_steps,
         flush_denormals=flush_denormals,
         config=config or OffloadConfig(),

@@ -29,6 +29,12 @@ class StepReport:
     clip_coefficient: float = 1.0
     """What gradients were multiplied with."""
 
+    speculated: bool = False
+    """Whether updates ran inside backward before the norm was known (``clip="speculate"`` or ``"auto"``)."""
+
+    rolled_back: bool = False
+    """Whether these were rolled back, because of clipping or non-finite gradients."""
+
     mode: str = ""
     """The mode that ran."""
 
@@ -59,7 +65,15 @@ class StepReport:
 
     def __str__(self) -> str:
         stages = " ".join(f"{stage} {1e3 * seconds:.1f}" for stage, seconds in self.timings.items())
-        flags = ", clipped" * self.clipped + ", skipped" * self.skipped
+        flags = "".join(
+            f", {name}"
+            for name, is_so in (
+                ("clipped", self.clipped),
+                ("skipped", self.skipped),
+                ("rolled back", self.rolled_back),
+            )
+            if is_so
+        )
         return (
             f"step {self.step} ({self.mode}{flags}): norm {self.grad_norm:.4g}, tiles {self.early_tiles} early "
             f"{self.late_tiles} late, {self.bytes_to_host / 1e6:.1f} MB in {self.bytes_to_device / 1e6:.1f} MB out, "

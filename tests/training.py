@@ -7,8 +7,10 @@ gradients that the run produced: gradients are taken by a `Recorder` whose hooks
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,9 @@ from offload.transfer.host import LaneTransport
 from tests import oracles
 
 PAD = 64
+
+KERNEL_CACHE = str(Path(tempfile.gettempdir()) / "offload-test-kernels")
+"""Compiling takes most of a small test's time; the folder in it is named by the kernels' sources."""
 
 
 class Block(nn.Module):
@@ -281,7 +286,12 @@ def use_lanes(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> list[LaneTra
 
 def adamw(model: nn.Module | Iterable[Any], **options: Any) -> offload.AdamW:
     """An optimizer with small tiles, so that even small models have many."""
-    config = {"tile_numel": 4096, "timeout_s": 60.0, **options.pop("config", {})}
+    config = {
+        "tile_numel": 4096,
+        "timeout_s": 120.0,
+        "kernel_cache_dir": KERNEL_CACHE,
+        **options.pop("config", {}),
+    }
     params = two_groups(model) if isinstance(model, nn.Module) else model
     return offload.AdamW(
         params, **{"mode": "wavefront", "lr": 1e-3, **options}, config=offload.OffloadConfig(**config)

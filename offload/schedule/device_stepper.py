@@ -66,6 +66,7 @@ class DeviceStepper:
         self._chunks: dict[int, Chunk] = {}
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._early: set[int] = set()
+        self._speculative = False
 
     @property
     def rule(self) -> Rule:
@@ -96,6 +97,10 @@ class DeviceStepper:
         names = ("master", *self.rule.state_names)
         return dict(zip(names, (resident.master, *resident.moments), strict=True))
 
+    def begin_step(self, *, speculative: bool) -> None:
+        """See `Stepper.begin_step`. There is no second set of state here: in speculative steps all is held."""
+        self._speculative = speculative
+
     def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.accumulate`."""
         self._gradients.accumulate(record.index, gradient)
@@ -106,6 +111,9 @@ class DeviceStepper:
 
     def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
         """See `Stepper.step_early`: on the stream of backward, as soon as the hook has fired."""
+        if self._speculative:
+            self.hold(record, gradient)
+            return
         resident = self._params[record.index]
         self._gradients.hold(record.index, gradient)
         row = rows[resident.chunk][resident.span.row]
@@ -122,6 +130,13 @@ class DeviceStepper:
         """See `Stepper.measure`."""
         for resident in self._waiting():
             self._updater.measure(self._tile(resident, with_sums=True))
+
+    def commit(self) -> list[int]:
+        """See `Stepper.commit`: nothing was done early."""
+        return []
+
+    def roll_back(self, *, restore: bool) -> None:
+        """See `Stepper.roll_back`: nothing was done early."""
 
     def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`."""

@@ -3,8 +3,9 @@
 A mode is a placement and a time. The placement is the stepper's business; the time is decided here: with
 ``early=True`` a tile is updated inside backward, as soon as its last gradient has reached the host (the wavefront);
 otherwise, and whatever the ledger calls irregular, at ``step()``. Clipping and the treatment of non-finite
-gradients need the norm of all gradients first, so with either of them nothing is early: gradients stream to the
-host during backward all the same, and are applied when the verdict is known.
+gradients need the norm of all gradients first. With either of them a step is *deferred*: gradients stream to the host
+during backward all the same, and are applied when the verdict is known; or it is *speculative*: updates run inside
+backward, and are committed or rolled back by the verdict (see `policy`, and Note [Speculation] in `host_stepper`).
 
 Between backward and ``step()`` state is either untouched (`untouched`) or a mixture of two steps; whatever would
 see or make a mixture raises.
@@ -86,6 +87,9 @@ class Engine:
         self._closed = False
         self._changing: str | None = None  # the call that is changing state, or was cut short doing so
         self._hook_seconds = 0.0
+        self._moved: list[int] = []
+        self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self._rolled_back = False
 
     # Parameters -------------------------------------------------------------------------------------------------
 
@@ -117,7 +121,11 @@ class Engine:
 
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """The parameter's FP32 state as views shaped, strided and sharded as the parameter is."""
-        return {name: record.shaped(flat) for name, flat in self._stepper.state(record).items()}
+        flat = self._stepper.state(record)
+        key = (record.index, flat["master"].data_ptr())  # of two sets, where speculative steps exchange them
+        if key not in self._views:
+            self._views[key] = {name: record.shaped(tensor) for name, tensor in flat.items()}
+        return dict(self._views[key])
 
     def _hooks_of(self, record: ParamRecord) -> list[RemovableHandle]:
         """Before a gradient is accumulated the sentinel of the last one must go; afterwards the gradient is taken."""
@@ -147,7 +155,7 @@ class Engine:
         self._require_whole("backward")
         if self._ledger.touched and self._watch.follows_interruption():
             raise MidStepError(
-                messages.unfinished("an earlier backward pass ended with an exception", self._applied)
+                messages.unfinished("an earlier backward pass ended with an exception", self._stuck)
             )
         if self._ledger.is_extra(record.index):
             declared, step = self.policy.accumulation_steps, self.num_steps + 1
@@ -169,9 +177,12 @@ class Engine:
             self._stepper.step_early(record, gradient, self._early_rows())
 
     def _begin(self) -> None:
-        """At a step's first gradient: masters must agree with the weights that made it."""
+        """At a step's first gradient: how it is taken; and masters must agree with the weights that made it."""
         if not self._begun:
             self._begun = True
+            self.policy.begin_step()
+            self._ledger.begin_step(early=self.policy.early)
+            self._stepper.begin_step(speculative=self.policy.speculative)
             self._take_changed_weights()
 
     def _early_rows(self) -> Rows:
@@ -207,7 +218,7 @@ class Engine:
         self._require_whole("step()")
         if self._watch.interrupted and self._ledger.touched:
             raise MidStepError(
-                messages.unfinished("the last backward pass ended with an exception", self._applied)
+                messages.unfinished("the last backward pass ended with an exception", self._stuck)
             )
         self._take_assigned_gradients()
         if not self._ledger.touched:
@@ -219,6 +230,8 @@ class Engine:
         self._take_changed_weights()
         self._changing = "step()"
         verdict = self._judge_first() if self.policy.needs_norm_first else None
+        if verdict is not None:
+            self._carry_out(verdict)
         if verdict is None or not verdict.skip:
             self._apply(verdict)
         self._conclude(verdict or Verdict(self._norm()), start)
@@ -244,6 +257,7 @@ class Engine:
         self._stepper.finish()
         culprit = self._first_nonfinite()
         if culprit is not None and self.policy.nonfinite == "raise":
+            self._roll_back(restore=True)
             self.reset()
             raise NonFiniteGradientError(
                 f"the gradient of {culprit.name} holds an inf or a NaN (nonfinite='raise'); "
@@ -261,6 +275,33 @@ class Engine:
             )
         return verdict
 
+    def _carry_out(self, verdict: Verdict) -> None:
+        """Commit what was updated speculatively, or roll it back."""
+        roll_back = verdict.clipped or verdict.skip
+        self.policy.note(roll_back=roll_back)
+        if roll_back:
+            self._roll_back(restore=verdict.skip)
+        elif self.policy.speculative:
+            self._moved += self._stepper.commit()
+
+    def _roll_back(self, *, restore: bool) -> None:
+        """Undo speculative updates; `restore`: of compute weights too, which nothing will write otherwise."""
+        applied = self._applied
+        if not self.policy.speculative or not applied:
+            return
+        self._stepper.finish()
+        self._stepper.roll_back(restore=restore)
+        for record in self._fired():
+            record.note_weight()
+        self._hyper = None
+        self._rolled_back = True
+        logger.debug("step %d: %s rolled back", self.num_steps + 1, messages.some(applied))
+
+    def take_moved(self) -> list[int]:
+        """Indices of the parameters whose `state` consists of other tensors since the last call."""
+        moved, self._moved = self._moved, []
+        return moved
+
     def _conclude(self, verdict: Verdict, start: float) -> None:
         for record in self._fired():
             record.clear_sentinel()
@@ -277,17 +318,22 @@ class Engine:
             clipped=verdict.clipped,
             skipped=verdict.skip,
             clip_coefficient=verdict.coefficient,
+            speculated=self.policy.speculative,
+            rolled_back=self._rolled_back,
             mode=self.policy.mode,
             timings=seconds,
             **counts,
         )
+        self._rolled_back = False
 
     def _take_assigned_gradients(self) -> None:
         """Gradients that stand in ``param.grad``: assigned by hand, or made while no hook was there."""
         for record in self.records.values():
             if record.param.grad is None or record.param.grad is record.gone:
                 continue
-            if self._ledger.is_stepped(record.index):
+            if self._ledger.is_stepped(record.index) and self.policy.speculative:
+                self._roll_back(restore=True)
+            elif self._ledger.is_stepped(record.index):
                 raise GradientError(
                     f"{record.name} has a gradient in .grad, but its update of this step was applied "
                     "during backward; assign gradients before backward, or set .grad to None"
@@ -339,6 +385,11 @@ class Engine:
         return self._stepper.stepped_early
 
     @property
+    def _stuck(self) -> list[str]:
+        """Those of them that cannot be rolled back."""
+        return [] if self.policy.speculative else self._applied
+
+    @property
     def untouched(self) -> bool:
         """Whether state is that of the last finished step, with nothing of the next one in it."""
         return not self._applied
@@ -376,8 +427,10 @@ class Engine:
             self._require_whole("zero_grad()")
             if not self._ledger.touched and not self._watch.interrupted:
                 return
-            if not self.untouched:
-                raise MidStepError(messages.no_way_back(self._applied))
+            if self._stuck:
+                raise MidStepError(messages.no_way_back(self._stuck))
+        self._changing = RESET
+        self._roll_back(restore=True)
         self.reset()
 
     def reset(self) -> None:
@@ -394,11 +447,12 @@ class Engine:
         self._ledger.forget()
         self._watch.reset()
         self._stepper.end_step([chunk.index for chunk in self.chunks])
-        self._begun, self._hyper = False, None
+        self._begun, self._hyper, self._rolled_back = False, None, False
         self._changing = None
 
     def begin_loading(self) -> None:
         """State is about to be overwritten, whatever became of it; `take_masters` ends that."""
+        self._roll_back(restore=True)  # masters may be taken from the weights
         self.reset()
         self._changing = "load_state_dict()"
 
@@ -439,6 +493,7 @@ class Engine:
         self._hooks.clear()
         for record in self.records.values():
             record.clear_sentinel()
+        self._views.clear()
         try:
             self._stepper.close()
         finally:

@@ -2,36 +2,55 @@
 
 A gradient takes one of three ways: straight into its tile's update (`StepTile` with arrivals), into the held
 gradients of its chunk (`HoldPiece`), or into the FP32 accumulator (`AccumulatePiece`). What was held or accumulated
-is applied by `StepTile` without arrivals. New weights leave through the second ring.
+is applied by `StepTile` without arrivals. A speculative update goes the first way and the second one at a time: its
+gradients are kept, and it writes the chunk's shadow. New weights leave through the second ring.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from offload.host_state import HostGradients, numpy_dtype, torch_dtype
 from offload.kernels.backend import TileArrays
-from offload.layout import Piece
+from offload.layout import Chunk, Piece
 from offload.schedule.pipeline import Arrival, Launch, Pipeline, TilePlan, part_of
 from offload.transfer.ring import Slot
 from offload.transfer.transport import Copy, Ready, Transfer
 
-__all__ = ["AccumulatePiece", "HoldPiece", "LoadTile", "MeasureTile", "StepTile", "StoreTile"]
+__all__ = ["AccumulatePiece", "CarryTile", "HoldPiece", "LoadTile", "MeasureTile", "StepTile", "StoreTile"]
 
 Array = npt.NDArray[Any]
 
 
+class Target(NamedTuple):
+    """Where copies go, as kernels and as copies see it."""
+
+    array: Array
+    tensor: torch.Tensor
+
+
+def _target(gradients: HostGradients, chunk: Chunk, elements: slice) -> Target | None:
+    """A part of the chunk's held gradients, where copies may end in them."""
+    if not gradients.takes_copies(chunk):
+        return None
+    held = gradients.held(chunk)
+    return Target(held.array[elements], held.tensor[elements])
+
+
 class _SlotJob:
-    """A job with a slot of gradients coming in, a slot of weights going out, or both.
+    """A job with gradients (or weights) coming in, a slot of weights going out, or both.
 
     Args:
-        dtype, numel: of the incoming slot's contents.
-        sources: arrival, the piece of it to be copied, and the element of the slot where it goes.
+        dtype, numel: of what comes in.
+        sources: arrival, the piece of it to be copied, and the element where it goes.
         sends: whether there will be weights.
+        into: where that is, if not in a slot of the ring.
     """
 
     def __init__(
@@ -42,9 +61,10 @@ class _SlotJob:
         sources: Sequence[tuple[Arrival, Piece, int]] = (),
         *,
         sends: bool = False,
+        into: Target | None = None,
     ) -> None:
         self._pipe, self._dtype, self._numel = pipe, dtype, numel
-        self._sources, self._sends = sources, sends
+        self._sources, self._sends, self._into = sources, sends, into
         self._in: Slot | None = None
         self._out: Slot | None = None
         self._transfer: Transfer | None = None
@@ -56,10 +76,9 @@ class _SlotJob:
             if self._out is None:
                 return False
         if self._sources:
-            self._in = self._pipe.to_host.try_acquire()
-            if self._in is None:
+            if self._into is None and not self._take_slot():
                 return False
-            self._copy_in(self._in)
+            self._copy_in()
         return True
 
     def deliver(self) -> None:
@@ -71,11 +90,22 @@ class _SlotJob:
         self._pipe.abandon(self._transfer)
         self._transfer = None
 
-    def _copy_in(self, into: Slot) -> None:
+    def _take_slot(self) -> bool:
+        self._in = slot = self._pipe.to_host.try_acquire()
+        if slot is None:
+            return False
+        self._into = Target(
+            slot.array(numpy_dtype(self._dtype), self._numel),
+            slot.tensor(torch_dtype(self._dtype), self._numel),
+        )
+        return True
+
+    def _copy_in(self) -> None:
+        assert self._into is not None
         with self._pipe.clock.stage("issue"):
-            slot = into.tensor(torch_dtype(self._dtype), self._numel)
+            target = self._into.tensor
             copies = [
-                Copy(slot[start : start + piece.numel], part_of(arrival.flat, piece))
+                Copy(target[start : start + piece.numel], part_of(arrival.flat, piece))
                 for arrival, piece, start in self._sources
             ]
             self._transfer = self._pipe.transport.issue_to_host(
@@ -85,13 +115,13 @@ class _SlotJob:
         self._sources = ()
 
     def _wait(self) -> Array:
-        """Until the copies have ended; the slot's contents as kernels see them."""
-        assert self._in is not None
+        """Until the copies have ended; what came, as kernels see it."""
+        assert self._into is not None
         assert self._transfer is not None
         with self._pipe.clock.stage("wait_gradient"):
             self._pipe.transport.wait(self._transfer)
         self._transfer = None
-        return self._in.array(numpy_dtype(self._dtype), self._numel)
+        return self._into.array
 
     def _release(self) -> None:
         """The incoming slot has been read."""
@@ -125,6 +155,7 @@ class StepTile(_SlotJob):
         rows: hyperparameters, one row per parameter of the chunk.
         after: points that the device must have passed before weights may be written.
         with_sums: whether the update also takes the squared sums.
+        speculative: keep the gradients, and write the new state into the chunk's shadow.
     """
 
     def __init__(
@@ -138,25 +169,31 @@ class StepTile(_SlotJob):
         rows: Array,
         after: Sequence[Ready] = (),
         with_sums: bool = True,
+        speculative: bool = False,
     ) -> None:
         sources = (
             ()
             if arrivals is None
             else [(a, p, p.tile_start) for a, p in zip(arrivals, plan.pieces, strict=True)]
         )
-        super().__init__(pipe, plan.kind.grad, plan.numel, sources, sends=True)
-        self._plan, self._gradients = plan, gradients
+        into = _target(gradients, plan.chunk.chunk, plan.elements) if speculative else None
+        self._keeps = speculative and into is None
+        super().__init__(pipe, plan.kind.grad, plan.numel, sources, sends=True, into=into)
+        self._plan, self._gradients, self._speculative = plan, gradients, speculative
         self._from_device = arrivals is not None
         self._launches, self._rows, self._with_sums, self._after = launches, rows, with_sums, after
 
     def compute(self) -> None:
         """Wait for the gradients and run the kernels."""
         fresh = self._wait() if self._from_device else None
+        if self._keeps and fresh is not None:
+            self._gradients.held(self._plan.chunk.chunk).array[self._plan.elements] = fresh
         weight = self._weights(self._plan)
+        new_state = self._plan.shadow if self._speculative else None
         with self._pipe.clock.stage("kernel"):
             for launch in self._launches:
                 arrays = _tile_arrays(self._plan, self._gradients, launch, fresh, weight, self._with_sums)
-                self._pipe.backend.update(arrays, self._rows, launch.select)
+                self._pipe.backend.update(replace(arrays, new_state=new_state), self._rows, launch.select)
         self._release()
 
     def deliver(self) -> None:
@@ -195,16 +232,48 @@ class MeasureTile:
         """Nothing is held."""
 
 
+class CarryTile:
+    """Current state of one tile copied into its shadow: the rest of a chunk whose shadow is about to become current."""
+
+    def __init__(self, pipe: Pipeline, plan: TilePlan) -> None:
+        self._pipe, self._plan = pipe, plan
+
+    def issue(self) -> bool:
+        """Nothing to copy from the device."""
+        return True
+
+    def compute(self) -> None:
+        """Copy."""
+        state = self._plan.state
+        for source, target in zip((state.master, *state.moments), self._plan.shadow, strict=True):
+            self._pipe.backend.expand(source, target)
+
+    def deliver(self) -> None:
+        """Nothing to send."""
+
+    def drop(self, error: BaseException) -> None:
+        """Nothing is held."""
+
+
 class _PieceJob(_SlotJob):
-    """A job for the part of one parameter's gradient that lies in one tile."""
+    """A job for the part of one parameter's gradient that lies in one tile. `keeps`: it ends in the held gradients."""
 
     def __init__(
-        self, pipe: Pipeline, plan: TilePlan, gradients: HostGradients, piece: Piece, arrival: Arrival
+        self,
+        pipe: Pipeline,
+        plan: TilePlan,
+        gradients: HostGradients,
+        piece: Piece,
+        arrival: Arrival,
+        *,
+        keeps: bool = False,
     ) -> None:
-        super().__init__(pipe, plan.kind.grad, piece.numel, [(arrival, piece, 0)])
         self._chunk, self._gradients = plan.chunk.chunk, gradients
-        start = plan.state.tile.start + piece.tile_start
+        start = plan.tile.start + piece.tile_start
         self._range = slice(start, start + piece.numel)
+        into = _target(gradients, self._chunk, self._range) if keeps else None
+        self._kept = into is not None
+        super().__init__(pipe, plan.kind.grad, piece.numel, [(arrival, piece, 0)], into=into)
 
     def _accumulate(self, gradient: Array, *, first: bool) -> None:
         with self._pipe.clock.stage("accumulate"):
@@ -229,17 +298,28 @@ class AccumulatePiece(_PieceJob):
 class HoldPiece(_PieceJob):
     """Keep a gradient; one that is held already goes to the accumulator first (`fold`: "first" starts it)."""
 
-    def __init__(self, *args: Any, fold: str | None) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        pipe: Pipeline,
+        plan: TilePlan,
+        gradients: HostGradients,
+        piece: Piece,
+        arrival: Arrival,
+        *,
+        fold: str | None,
+    ) -> None:
+        # With a fold through the ring: the copy is issued ahead, and must not overwrite what is still to be added.
+        super().__init__(pipe, plan, gradients, piece, arrival, keeps=fold is None)
         self._fold = fold
 
     def compute(self) -> None:
         """Wait for the gradient and keep it."""
-        held = self._gradients.held(self._chunk)[self._range]
         fresh = self._wait()
-        if self._fold is not None:
-            self._accumulate(held, first=self._fold == "first")
-        held[:] = fresh
+        if not self._kept:
+            held = self._gradients.held(self._chunk).array[self._range]
+            if self._fold is not None:
+                self._accumulate(held, first=self._fold == "first")
+            held[:] = fresh
         self._release()
 
 
@@ -315,7 +395,7 @@ def _tile_arrays(
     chunk, state = plan.chunk.chunk, plan.state
     accumulated = gradients.accumulated(chunk)[plan.elements] if launch.adds or not launch.fresh else None
     if launch.fresh:
-        gradient = gradients.held(chunk)[plan.elements] if fresh is None else fresh
+        gradient = gradients.held(chunk).array[plan.elements] if fresh is None else fresh
     else:
         assert accumulated is not None
         gradient, accumulated = accumulated, None

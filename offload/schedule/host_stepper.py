@@ -3,6 +3,13 @@
 Hooks and ``step()`` run on the caller's thread and only keep books (which gradients are held, which tiles are
 complete); whatever touches memory is a job of the worker, which runs jobs in order. So the books may be read as the
 state of memory at the moment when the job being built will run.
+
+Note [Speculation]. In a speculative step early updates write the new state into their chunk's shadow and keep their
+gradients; new weights are sent as always. When the verdict is to commit, what the chunk's other tiles hold is carried
+over and the two sets of arrays change places. When it is to roll back, nothing has to be undone in the state: tiles
+count as not updated, their gradients as held, and `step_rest` updates them with the clip coefficient; or, where the
+step is skipped, weights are rounded anew from the masters. Chunks for which there is no memory for a shadow wait for
+the verdict with their gradients held.
 """
 
 from __future__ import annotations
@@ -14,12 +21,20 @@ import torch
 
 from offload.config import OffloadConfig
 from offload.errors import ParameterError
-from offload.host_state import HostGradients, HostState
+from offload.host_state import ChunkState, HostGradients, HostState
 from offload.kernels.backend import Backend, Variant
 from offload.layout import Chunk, Piece, Span
 from offload.parameters import ParamRecord
 from offload.report import StageClock
-from offload.schedule.host_jobs import AccumulatePiece, HoldPiece, LoadTile, MeasureTile, StepTile, StoreTile
+from offload.schedule.host_jobs import (
+    AccumulatePiece,
+    CarryTile,
+    HoldPiece,
+    LoadTile,
+    MeasureTile,
+    StepTile,
+    StoreTile,
+)
 from offload.schedule.pipeline import Arrival, Launch, Pipeline, TilePlan
 from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.worker import Call, Job, Worker
@@ -41,6 +56,9 @@ class HostStepper:
         config: tile size, ring, deadlines.
         fused_sums: see `Stepper`.
         element_bytes: bytes of the widest gradient or weight element: what a slot must hold ``tile_numel`` of.
+        shadow_bytes: memory for a second set of state; chunks get one as long as it lasts.
+        pin_gradients: every step keeps its gradients until a verdict, so their memory is mapped and pinned ahead, and
+            copies end there.
     """
 
     def __init__(
@@ -53,7 +71,11 @@ class HostStepper:
         fused_sums: bool,
         element_bytes: int,
         clock: StageClock,
+        shadow_bytes: int = 0,
+        pin_gradients: bool = False,
     ) -> None:
+        self._shadow_bytes, self._speculative = shadow_bytes, False
+        self._pin_gradients = pin_gradients
         self._transport, self._backend, self._worker, self._clock = transport, backend, worker, clock
         self.rule = backend.rule
         self._fused_sums = fused_sums
@@ -82,7 +104,7 @@ class HostStepper:
     ) -> None:
         """See `Stepper.add_chunks`."""
         self._fit_rings(chunks)
-        self._worker.call(lambda: self._state.add(chunks))
+        self._worker.call(lambda: self._allocate(chunks))
         for chunk in chunks:
             self._register(chunk, records)
         mine = [records[span.param] for chunk in chunks for span in chunk.spans]
@@ -92,6 +114,21 @@ class HostStepper:
         self._load([record for record in mine if record.index not in masters])
         self._check(given)
 
+    def _allocate(self, chunks: Sequence[Chunk]) -> None:
+        """On the worker, whose team touches the memory."""
+        self._state.add(chunks)
+        shadowed = []
+        for chunk in chunks:
+            num_bytes = 4 * chunk.numel * (1 + len(self.rule.state_names))
+            if num_bytes <= self._shadow_bytes:
+                self._shadow_bytes -= num_bytes
+                shadowed.append(chunk)
+        if shadowed:
+            self._state.add_shadows(shadowed)
+        if self._pin_gradients:
+            on_cuda = self._transport.device.type == "cuda"
+            self._gradients.reserve(chunks, pin_for=self._transport.device if on_cuda else None)
+
     def _register(self, chunk: Chunk, records: Mapping[int, ParamRecord]) -> None:
         state = self._state.chunks[chunk.index]
         for span in chunk.spans:
@@ -99,7 +136,7 @@ class HostStepper:
             self._spans[span.param] = (chunk.index, span)
             self._places[span.param] = []
         for tile in state.tiles:
-            plan = TilePlan(state, tile, self._records)
+            plan = TilePlan(state, tile.tile, self._records)
             self._plans.append(plan)
             for piece in plan.pieces:
                 self._places[piece.param].append((plan, piece))
@@ -149,11 +186,17 @@ class HostStepper:
 
     # Gradients --------------------------------------------------------------------------------------------------
 
+    def begin_step(self, *, speculative: bool) -> None:
+        """See `Stepper.begin_step`."""
+        self._speculative = speculative
+
     def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.accumulate`."""
         arrival = Arrival(gradient, self._transport.record_ready())
         first = record.index not in self._accumulated
         self._prepare(self._variant(record, fresh=True, adds=True))
+        if self._speculative:
+            self._prepare(self._variant(record, fresh=True, adds=True, new_state=True))
         self._accumulated.add(record.index)
         for plan, piece in self._places[record.index]:
             self._worker.submit(
@@ -166,6 +209,9 @@ class HostStepper:
 
     def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
         """See `Stepper.step_early`."""
+        if self._speculative and not self._chunk_of(record).has_shadow:
+            self.hold(record, gradient)
+            return
         self._arrived[record.index] = Arrival(gradient, self._transport.record_ready())
         for plan, _ in self._places[record.index]:
             missing = self._missing.get(plan.key, len(plan.pieces)) - 1
@@ -196,6 +242,33 @@ class HostStepper:
         for plan in self._waiting_plans():
             self._submit_step(plan, rows, from_device=False, after=after)
             self._late += 1
+
+    def commit(self) -> list[int]:
+        """See `Stepper.commit`, and Note [Speculation]."""
+        chunks = {chunk for chunk, _ in self._early}
+        for plan in self._plans:
+            if plan.key[0] in chunks and plan.key not in self._early:
+                self._worker.submit(CarryTile(self._pipe, plan))
+        self.finish()
+        for chunk in chunks:
+            self._state.chunks[chunk].flip()
+        return [span.param for chunk in chunks for span in self._state.chunks[chunk].chunk.spans]
+
+    def roll_back(self, *, restore: bool) -> None:
+        """See `Stepper.roll_back`, and Note [Speculation]."""
+        plans = [plan for plan in self._plans if plan.key in self._early]
+        params = {piece.param for plan in plans for piece in plan.pieces}
+        self._early.clear()
+        self._missing.clear()
+        self._held |= params
+        if not restore:
+            return
+        after = self._now(list(self._records.values())[:1])
+        for plan in plans:
+            self._worker.submit(StoreTile(self._pipe, plan, params, after))
+        for param in params:
+            torch.autograd.graph.increment_version(self._records[param].param)
+        self.finish()
 
     def finish(self) -> None:
         """See `Stepper.finish`."""
@@ -228,6 +301,9 @@ class HostStepper:
         for slab in self._rings:
             slab.close()
         self._rings.clear()
+
+    def _chunk_of(self, record: ParamRecord) -> ChunkState:
+        return self._state.chunks[self._spans[record.index][0]]
 
     # Books ------------------------------------------------------------------------------------------------------
 
@@ -288,6 +364,7 @@ class HostStepper:
                 rows=rows[plan.key[0]],
                 after=after,
                 with_sums=self._fused_sums,
+                speculative=from_device and self._speculative,
             )
         )
 
@@ -297,7 +374,8 @@ class HostStepper:
             return [plan.complete]
         rows = {piece.param: piece.row for piece in plan.pieces}
         if from_device and rows.keys() <= self._accumulated:
-            self._prepare(self._variant(self._records[plan.pieces[0].param], fresh=True, adds=True))
+            first = self._records[plan.pieces[0].param]
+            self._prepare(self._variant(first, fresh=True, adds=True, new_state=self._speculative))
             return [plan.complete_adding]
         fresh = set(rows) if from_device else rows.keys() & self._held
         groups = [
@@ -308,16 +386,23 @@ class HostStepper:
         launches = []
         for is_fresh, adds, members in groups:
             if members:
-                self._prepare(self._variant(self._records[next(iter(members))], fresh=is_fresh, adds=adds))
+                first = self._records[next(iter(members))]
+                new_state = from_device and self._speculative
+                self._prepare(self._variant(first, fresh=is_fresh, adds=adds, new_state=new_state))
                 select = np.zeros_like(plan.complete.select)
                 select[[rows[member] for member in members]] = 1
                 launches.append(Launch(select, is_fresh, adds))
         return launches
 
-    def _variant(self, record: ParamRecord, *, fresh: bool, adds: bool) -> Variant:
+    def _variant(self, record: ParamRecord, *, fresh: bool, adds: bool, new_state: bool = False) -> Variant:
         kind = record.kind
-        grad = kind.grad if fresh else "fp32"
-        return Variant(grad=grad, acc=adds, weight=kind.weight, sums=self._fused_sums)  # type: ignore[arg-type]
+        return Variant(
+            grad=kind.grad if fresh else "fp32",  # type: ignore[arg-type]
+            acc=adds,
+            weight=kind.weight,  # type: ignore[arg-type]
+            sums=self._fused_sums,
+            new_state=new_state,
+        )
 
     def _prepare(self, variant: Variant) -> None:
         """Have a kernel compiled that the layout did not foresee: on the worker, ahead of the job that needs it."""

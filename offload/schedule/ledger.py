@@ -37,7 +37,7 @@ class Ledger:
 
     Args:
         accumulation_steps: declared micro-batches per step.
-        early: False: nothing is stepped before ``step()`` (every mode but the wavefront).
+        early: False: nothing is stepped before ``step()`` (every mode but the wavefront); `begin_step` says so anew.
     """
 
     def __init__(self, accumulation_steps: int, *, early: bool) -> None:
@@ -78,6 +78,10 @@ class Ledger:
         if self._context_used:
             return self._backwards > self._accumulated_backwards
         return self._backwards >= self.accumulation_steps
+
+    def begin_step(self, *, early: bool) -> None:
+        """At a step's first gradient: whether anything of it may be stepped before ``step()``."""
+        self._early = early
 
     def enter_accumulate(self, inside: bool) -> None:
         """The ``accumulate()`` context is entered (True) or left (False)."""

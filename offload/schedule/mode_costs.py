@@ -26,6 +26,9 @@ SUMS_BYTES = 9
 
 BLOCK_NUMEL = 1024
 
+SPARE_SHARE = 0.9
+"""Of the host memory available now that a second set of state may make use of."""
+
 
 class Placement(Enum):
     """Where a chunk's state lives, and where it is stepped."""
@@ -79,7 +82,8 @@ class Workload:
 
     `ring_bytes`: of both rings. `backlog_bytes`: gradients that may wait on the device for the worker. `own_master_numel`:
     elements of FP32 weights, which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the
-    device buffers of chunked-stream. `backward_s`: seconds that backward takes; None: not known.
+    device buffers of chunked-stream. `speculates`: a wavefront wants a second set of state. `backward_s`: seconds that
+    backward takes; None: not known.
     """
 
     numel: int
@@ -94,12 +98,18 @@ class Workload:
     tile_bytes: int = 0
     num_slots: int = 1
     chunks: tuple[ChunkSize, ...] = ()
+    speculates: bool = False
     backward_s: float | None = None
 
     @property
     def state_bytes(self) -> int:
         """FP32 state."""
         return 4 * self.state_arrays * self.numel
+
+    @property
+    def shadow_bytes(self) -> int:
+        """A second set of FP32 state, padding included: chunk by chunk it fits or does not."""
+        return 4 * self.state_arrays * sum(chunk.numel for chunk in self.chunks)
 
     @property
     def stream_bytes(self) -> int:
@@ -128,13 +138,19 @@ class Workload:
 
 
 class Needs(NamedTuple):
-    """Bytes: on the device, on the host, of those pinned; and gradients on the device in `step()` or backward."""
+    """Bytes: on the device, on the host, of those pinned; and gradients on the device in `step()` or backward.
+
+    `shadow`: host memory for speculation, of those on the host. `pins_gradients`: the gradients kept until a verdict are
+    pinned.
+    """
 
     device: int
     host: int
     pinned: int
     gradients: int
     words: tuple[str, ...] = ()
+    shadow: int = 0
+    pins_gradients: bool = False
 
 
 def needs_of(mode: str, workload: Workload, machine: Machine) -> Needs:
@@ -145,8 +161,51 @@ def needs_of(mode: str, workload: Workload, machine: Machine) -> Needs:
     if placement is Placement.DEVICE and machine.has_gpu:
         gradients = workload.gradient_bytes + workload.accumulator_bytes
         return Needs(workload.state_bytes, 0, 0, gradients)
+    return _host_needs(workload, machine)
+
+
+def _host_needs(workload: Workload, machine: Machine) -> Needs:
     pinned = workload.ring_bytes if machine.has_gpu else 0
-    return Needs(0, workload.host_bytes, pinned, workload.waiting_gradient_bytes, (_host_reason(workload),))
+    words = [_host_reason(workload)]
+    pins = machine.has_gpu and workload.holds_gradients
+    if (
+        pins
+        and machine.pinned_budget is not None
+        and pinned + workload.gradient_bytes > machine.pinned_budget
+    ):
+        pins = False
+        words.append(
+            "gradients kept until the verdict are not pinned, within pinned_budget: they come through the ring"
+        )
+    shadow = 0
+    if workload.speculates:
+        shadow = min(max(_spare_host_bytes(machine) - workload.host_bytes, 0), workload.shadow_bytes)
+        words.append(_shadow_reason(shadow, workload))
+    return Needs(
+        0,
+        workload.host_bytes + shadow,
+        pinned + workload.gradient_bytes * (pins and machine.has_gpu),
+        workload.waiting_gradient_bytes,
+        tuple(words),
+        shadow,
+        pins,
+    )
+
+
+def _spare_host_bytes(machine: Machine) -> int:
+    """What may be taken for something that only makes steps faster."""
+    limits = (machine.host_budget, machine.host_limit_bytes, int(SPARE_SHARE * machine.available_host_bytes))
+    return min(limit for limit in limits if limit is not None)
+
+
+def _shadow_reason(shadow: int, workload: Workload) -> str:
+    if not shadow:
+        return "clipping: no memory for a second set of state, so updates wait for the norm of all gradients"
+    share = shadow / max(workload.shadow_bytes, 1)
+    return (
+        f"clipping: {gib(shadow)} for a second set of state, so that {share:.0%} of it may be stepped before the norm "
+        "is known"
+    )
 
 
 def _stream_needs(mode: str, workload: Workload, machine: Machine) -> Needs:

@@ -16,7 +16,7 @@ import torch
 
 from offload.host_state import ChunkState, TileState
 from offload.kernels.backend import Backend
-from offload.layout import Piece
+from offload.layout import Piece, Tile
 from offload.parameters import ParamRecord
 from offload.report import StageClock
 from offload.transfer.ring import Ring, Slot
@@ -51,15 +51,15 @@ class TilePlan:
     """A tile with all that its jobs need and that stays from step to step.
 
     Args:
-        chunk, state: where the tile's arrays are.
+        chunk: where the tile's arrays are.
         records: of the chunk's parameters, by parameter index.
     """
 
-    def __init__(self, chunk: ChunkState, state: TileState, records: Mapping[int, ParamRecord]) -> None:
-        self.chunk, self.state = chunk, state
-        self.kind, self.numel = chunk.chunk.kind, state.tile.numel
-        self.pieces = state.tile.pieces
-        self.key = (chunk.chunk.index, state.tile.index)
+    def __init__(self, chunk: ChunkState, tile: Tile, records: Mapping[int, ParamRecord]) -> None:
+        self.chunk, self.tile = chunk, tile
+        self.kind, self.numel = chunk.chunk.kind, tile.numel
+        self.pieces = tile.pieces
+        self.key = (chunk.chunk.index, tile.index)
         self.owners = [records[piece.param].param for piece in self.pieces]
         everything = np.ones(len(chunk.chunk.spans), np.uint8)
         self.complete = Launch(everything, fresh=True, adds=False)
@@ -73,9 +73,19 @@ class TilePlan:
         self.weights = [part_of(self._records[piece.param].weight(), piece) for piece in self.pieces]
 
     @property
+    def state(self) -> TileState:
+        """The tile's current arrays."""
+        return self.chunk.tiles[self.tile.index]
+
+    @property
+    def shadow(self) -> tuple[Array, ...]:
+        """Master and moments of the set that is not current."""
+        return self.chunk.shadow(self.tile.index)
+
+    @property
     def elements(self) -> slice:
         """The tile's elements in its chunk."""
-        return slice(self.state.tile.start, self.state.tile.stop)
+        return slice(self.tile.start, self.tile.stop)
 
 
 class Pipeline:

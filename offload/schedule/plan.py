@@ -46,7 +46,8 @@ class Plan:
 
     `device_bytes`: what the optimizer itself takes there, in `step()` at the most. `peak_device_bytes`: the same with
     weights and the gradients that are there at that time, and with nothing else (activations are not known). `step_s`:
-    expected seconds of the update, hidden or not; None where rates were not measured.
+    expected seconds of the update, hidden or not; None where rates were not measured. `shadow_bytes`, `pins_gradients`:
+    what a wavefront has for steps whose verdict comes after their updates.
     """
 
     mode: str
@@ -57,6 +58,8 @@ class Plan:
     peak_device_bytes: int = 0
     step_s: float | None = None
     chunks: tuple[ChunkPlan, ...] = ()
+    shadow_bytes: int = 0
+    pins_gradients: bool = False
 
     def __str__(self) -> str:
         amounts = (
@@ -175,6 +178,8 @@ def _make(mode: str, workload: Workload, machine: Machine, rates: Rates | None, 
         peak_device_bytes=(needs.device + needs.gradients + workload.weight_bytes) * machine.has_gpu,
         step_s=None if rates is None or not machine.has_gpu else cost_of(mode, workload, rates),
         chunks=tuple(ChunkPlan(chunk.name, chunk.numel, placement) for chunk in workload.chunks),
+        shadow_bytes=needs.shadow,
+        pins_gradients=needs.pins_gradients,
     )
 
 

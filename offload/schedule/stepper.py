@@ -51,6 +51,13 @@ class Stepper(Protocol):
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """Flat FP32 views of a parameter's state: ``master`` and the moments."""
 
+    def begin_step(self, *, speculative: bool) -> None:
+        """At a step's first gradient, before the first `hold`, `accumulate` or `step_early`.
+
+        Args:
+            speculative: early updates must be such that `roll_back` undoes them, bit for bit.
+        """
+
     def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """Add a flat gradient to the parameter's FP32 accumulator."""
 
@@ -66,6 +73,20 @@ class Stepper(Protocol):
 
     def measure(self) -> None:
         """Take squared sums of all that is held and accumulated."""
+
+    def commit(self) -> list[int]:
+        """Keep what early updates of a speculative step did. Called after `measure` and `finish`, before `step_rest`.
+
+        Returns:
+            Indices of the parameters whose `state` consists of other tensors now.
+        """
+
+    def roll_back(self, *, restore: bool) -> None:
+        """Undo what early updates of a speculative step did; their gradients are held then. Called after `finish`.
+
+        Args:
+            restore: compute weights too, because no `step_rest` will write them.
+        """
 
     def step_rest(self, rows: Rows) -> None:
         """Update all tiles that have gradients and were not updated early."""

@@ -92,7 +92,7 @@ class StreamStepper:
             touch=fill_zero,
             tile_numel=stream_tile_numel(tile_numel, 1 + len(updater.rule.state_names)),
         )
-        self._changed = False
+        self._changed = self._speculative = False
         self._reset_books()
         try:
             updater.start() if self._on_gpu else worker.call(updater.start)
@@ -156,6 +156,10 @@ class StreamStepper:
 
     # Gradients --------------------------------------------------------------------------------------------------
 
+    def begin_step(self, *, speculative: bool) -> None:
+        """See `Stepper.begin_step`. There is no second set of state here: in speculative steps all is held."""
+        self._speculative = speculative
+
     def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.accumulate`."""
         self._gradients.accumulate(record.index, gradient)
@@ -166,6 +170,9 @@ class StreamStepper:
 
     def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
         """See `Stepper.step_early`."""
+        if self._speculative:
+            self.hold(record, gradient)
+            return
         self._gradients.hold(record.index, gradient)
         self._arrived[record.index] = self._transport.record_ready()
         complete = [
@@ -196,6 +203,13 @@ class StreamStepper:
             for tile in self._waiting_tiles()
         ]
         self._do(lambda: self._conveyor.run(trips))
+
+    def commit(self) -> list[int]:
+        """See `Stepper.commit`: nothing was done early."""
+        return []
+
+    def roll_back(self, *, restore: bool) -> None:
+        """See `Stepper.roll_back`: nothing was done early."""
 
     def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`."""
