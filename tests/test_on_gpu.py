@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import offload
+from offload.transfer.cuda import CudaTransport
 from offload.transfer.pinned import pinned_bytes
 from tests.training import (
     Recorder,
@@ -61,6 +62,60 @@ def test_clipping_and_skipping_measure_first(mode: str) -> None:
         next(model.parameters()).grad = torch.full_like(next(model.parameters()), float("inf"))
         optimizer.step()
         assert optimizer.last_step.skipped
+        assert_same_snapshot(snapshot(model, optimizer), before)
+
+
+@pytest.mark.parametrize("pinned_budget", [None, 0])
+def test_speculation_gives_the_bits_of_deferral(pinned_budget: int | None) -> None:
+    """Norms on both sides of the limit; gradients straight into a pinned slab, or through the ring."""
+
+    def end(clip: str) -> tuple[Any, list[offload.StepReport]]:
+        model = make_decoder(device="cuda")
+        masters = offload.cast_compute_weights(model, keep_fp32="norm")
+        config = {"pinned_budget": None if clip == "defer" else pinned_budget}
+        reports = []
+        with adamw(model, masters=masters, clip=clip, max_grad_norm=1.0, config=config) as optimizer:
+            for index, ids in enumerate(batches(20, device="cuda")):
+                (loss_of(model, ids) * (0.05, 8.0, 0.1)[index % 3]).backward()
+                optimizer.step()
+                reports.append(optimizer.last_step)
+            return snapshot(model, optimizer), reports
+
+    expected, deferred = end("defer")
+    actual, speculated = end("speculate")
+    assert_same_snapshot(actual, expected)
+    assert [r.grad_norm for r in speculated] == [r.grad_norm for r in deferred]
+    assert {r.rolled_back for r in speculated[1:]} == {True, False}
+    assert all(r.early_tiles > 0 for r in speculated[1:] if not r.rolled_back)
+
+
+@pytest.mark.parametrize("slow", ["to_host", "to_device"])
+def test_f20_a_speculative_step_is_rolled_back(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    """The last gradient is bad; copies in one direction are behind a GPU delay."""
+    model = make_decoder(device="cuda")
+    masters = offload.cast_compute_weights(model)
+    with adamw(model, masters=masters, clip="speculate", nonfinite="skip") as optimizer:
+        train(model, optimizer, batches(3, device="cuda"))
+        before = snapshot(model, optimizer)
+        issue = getattr(CudaTransport, f"issue_{slow}")
+
+        def delayed(self: CudaTransport, *arguments: Any, **options: Any) -> Any:
+            with torch.cuda.stream(getattr(self, f"_{slow}")):
+                torch.cuda._sleep(CYCLES // 10)
+            return issue(self, *arguments, **options)
+
+        monkeypatch.setattr(CudaTransport, f"issue_{slow}", delayed)
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            gradient[-1, -1] = float("nan")
+            return gradient
+
+        handle = model.embedding.weight.register_hook(spoil)
+        loss_of(model, batches(1, device="cuda")[0]).backward()
+        handle.remove()
+        optimizer.step()
+        assert optimizer.last_step.rolled_back
         assert_same_snapshot(snapshot(model, optimizer), before)
 
 
