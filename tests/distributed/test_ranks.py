@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import RankFailure, Ranks
+from tests.distributed.ranks import RankError, Ranks
 
 
 def add_ranks(base: int) -> tuple[int, int, torch.Tensor]:
@@ -43,17 +43,17 @@ def test_each_call_has_a_group_of_its_size(ranks: Ranks, size: int) -> None:
 
 
 def test_a_failure_is_shown_and_the_next_call_works(ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match="(?s)rank 1 failed.*fail_on.*a reason to be seen.*still running"):
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*fail_on.*a reason to be seen.*still running"):
         ranks.run(fail_on, 2, 1)
     assert len(ranks.run(add_ranks, 2, 0)) == 2
 
 
 def test_a_death_is_told_unless_it_was_expected(ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match="rank 0 died with exit code -9"):
+    with pytest.raises(RankError, match="rank 0 died with exit code -9"):
         ranks.run(die_on, 2, 0)
     assert ranks.run(die_on, 2, 0, may_die=[0]) == [None, "alive"]
 
 
 def test_nothing_outlasts_its_deadline(ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match=r"rank\(s\) \[0(, 1)?\] were not done within 0.5 s"):
+    with pytest.raises(RankError, match=r"rank\(s\) \[0(, 1)?\] were not done within 0.5 s"):
         ranks.run(hang_on, 2, 0, deadline_s=0.5)
