@@ -1,15 +1,18 @@
 """A parameter's local shard, and state that is sharded as its parameter is.
 
-FSDP2 parameters are `DTensor`s; everything in this library works on the local shard of the rank. These two
-functions are the only place that knows the difference.
+FSDP2 parameters are `DTensor`s; everything in this library works on the local shard of the rank. These functions are
+the only place that knows the difference.
 """
 
 from __future__ import annotations
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["local_shard", "shard_like"]
+from offload.errors import ParameterError
+
+__all__ = ["local_gradient", "local_shard", "mesh_ranks", "shard_like", "shard_of"]
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,3 +29,48 @@ def shard_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return local
     return DTensor(local, parameter._spec, requires_grad=False)
+
+
+def shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of the whole tensor `full` that this rank holds of `parameter`; a view.
+
+    Raises:
+        ParameterError: the shapes do not fit, or the parameter's shards are no single range per dimension.
+    """
+    if not isinstance(parameter, DTensor):
+        return full
+    if full.shape != parameter.shape:
+        raise ParameterError(
+            f"a tensor of shape {tuple(full.shape)} for a parameter of {tuple(parameter.shape)}"
+        )
+    shape, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    if tuple(shape) != tuple(local_shard(parameter).shape):
+        raise ParameterError(f"placements {parameter.placements} cannot be cut out of a whole tensor")
+    for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
+        full = full.narrow(dim, min(offset, full.shape[dim] - size), size)
+    return full
+
+
+def local_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The rank's part of `gradient`, as `parameter` is sharded.
+
+    A gradient that autograd made of DTensors may still be a partial sum, or sharded in another way: then this is a
+    collective, as it is in torch's optimizers.
+    """
+    gradient = gradient.detach()
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return local_shard(gradient)
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return local_shard(gradient)
+
+
+def mesh_ranks(parameter: torch.Tensor) -> frozenset[int]:
+    """The ranks of the whole mesh that `parameter`'s mesh was sliced from; none where it is not sharded."""
+    if not isinstance(parameter, DTensor):
+        return frozenset()
+    mesh = parameter.device_mesh
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    return frozenset(root.mesh.flatten().tolist())
