@@ -76,8 +76,8 @@ def read_state(
     Raises:
         CheckpointError: entries, groups, shapes or flags do not fit.
     """
-    check_form(state_dict, groups)
-    _refuse_flags(state_dict["param_groups"])
+    check_form(state_dict)
+    _check_fit(state_dict, groups)
     labels = [label for group in state_dict["param_groups"] for label in group["params"]]
     incoming, losses = IncomingState(), _Losses()
     for (parameter, name), label in zip(_named(groups), labels, strict=True):
@@ -96,22 +96,18 @@ def read_state(
     return incoming
 
 
-def check_form(state_dict: Any, own_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where `state_dict` is none of an optimizer, or of one with other groups.
+def check_form(state_dict: Any) -> None:
+    """Raise where `state_dict` is none of any optimizer.
 
     Raises:
         CheckpointError: see above.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError("this is no optimizer state dict: it has no 'state' and 'param_groups'")
-    state, groups = state_dict["state"], state_dict["param_groups"]
-    if not _are_mappings([state]) or not _are_mappings(state.values()) or not _are_mappings(groups, "params"):
+    if not _are_mappings([state_dict["state"]]) or not _are_mappings(state_dict["param_groups"], "params"):
         raise CheckpointError(
             "this is no optimizer state dict: expected dicts in 'state' and groups with 'params'"
         )
-    saved, own = ([len(group["params"]) for group in each] for each in (groups, own_groups))
-    if saved != own:
-        raise CheckpointError(f"the state dict has groups of {saved} parameters, this optimizer of {own}")
 
 
 def loaded_group(
@@ -200,13 +196,19 @@ def _named(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, 
             index += 1
 
 
-def _refuse_flags(groups: Iterable[Mapping[str, Any]]) -> None:
+def _check_fit(state_dict: Mapping[str, Any], own_groups: Sequence[Mapping[str, Any]]) -> None:
+    if not _are_mappings(state_dict["state"].values()):
+        raise CheckpointError("this is no optimizer state dict of this kind: expected dicts in 'state'")
+    groups = state_dict["param_groups"]
     for group in groups:
         for flag in REFUSED_FLAGS:
             if group.get(flag):
                 raise CheckpointError(
                     f"the state dict was saved with {flag}=True, which is not supported here"
                 )
+    saved, own = ([len(group["params"]) for group in each] for each in (groups, own_groups))
+    if saved != own:
+        raise CheckpointError(f"the state dict has groups of {saved} parameters, this optimizer of {own}")
 
 
 def _are_mappings(values: Any, *keys: str) -> bool:

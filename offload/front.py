@@ -16,7 +16,7 @@ import torch
 from offload.assembly import Options, assemble
 from offload.checkpoint import IncomingState, export_state, loaded_group, read_state, rounds_to
 from offload.distributed import local_shard
-from offload.errors import CheckpointError, ClosedError, ConfigError, StateError
+from offload.errors import CheckpointError, ClosedError, ConfigError, ParameterError, StateError
 from offload.kernels.rule import KernelRule
 from offload.parameters import ParamRecord, make_record
 from offload.prepare import Masters
@@ -296,7 +296,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         }
 
     def _attach(self, records: list[ParamRecord]) -> None:
-        self._open_engine().add(records, self._given_masters(records))
+        masters = self._given_masters(records)
+        for record in records:
+            if record.index in masters:
+                _check_master(record, masters[record.index])
+        self._open_engine().add(records, masters)
         for record in records:
             self._take_waiting(record, self.state.get(record.param) or {})
         self._publish(records)
@@ -308,9 +312,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if name not in waiting:
                 continue
             saved = local_shard(waiting[name])
-            if name != "master":
-                local_shard(view).copy_(saved)
-            elif record.kind.weight == "bf16" and rounds_to(saved, local_shard(record.param)):
+            is_master = record.kind.weight == "bf16" and rounds_to(saved, local_shard(record.param))
+            if name != "master" or is_master:
                 local_shard(view).copy_(saved)
 
     def _adopt_unfrozen(self) -> None:
@@ -349,9 +352,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             try:
                 self._check_group(group)
             except (ConfigError, TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"a param group of the state dict cannot be used: {error}"
-                ) from error
+                raise CheckpointError(f"a param group of the state dict cannot be used: {error}") from error
             groups.append(group)
         if strange:
             logger.warning(
@@ -379,3 +380,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter in self._records:
                     self._records[parameter].group = group
+
+
+def _check_master(record: ParamRecord, master: torch.Tensor) -> None:
+    """Ahead of the engine's own check, which comes when memory is allocated already."""
+    weight = local_shard(record.param)
+    if master.shape != weight.shape or not rounds_to(master, weight):
+        raise ParameterError(
+            f"masters= of {record.name}, {tuple(master.shape)}, do not round to the model's weights, "
+            f"{tuple(weight.shape)}: the weights were changed after cast_compute_weights; cast again, or leave masters "
+            "out to start from the weights"
+        )
