@@ -14,7 +14,7 @@ next call starts new ones: they are forked from a server that has imported torch
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import importlib
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["RankFailure", "Ranks"]
+__all__ = ["RankError", "Ranks"]
 
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "offload"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -36,7 +36,7 @@ GRACE_S = 3.0
 """After one rank failed, others that failed too may tell so."""
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """A rank raised, died, or was not done by the deadline; the message holds its traceback."""
 
 
@@ -83,7 +83,7 @@ class Ranks:
             may_die: ranks that kill themselves; their result is None.
 
         Raises:
-            RankFailure: see there.
+            RankError: see there.
         """
         with tempfile.TemporaryDirectory() as folder:
             self._start(size)
@@ -142,7 +142,7 @@ class Ranks:
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
-                    good, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]  # noqa: S301
+                    good, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     self._ranks[rank].process.join()
                     code = self._ranks[rank].process.exitcode
@@ -154,7 +154,7 @@ class Ranks:
                     failures[rank] = value
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if failures or waiting:
-            raise RankFailure(_describe(failures, sorted(waiting.values()), deadline_s))
+            raise RankError(_describe(failures, sorted(waiting.values()), deadline_s))
         return results
 
 
@@ -175,7 +175,7 @@ def _serve(connection: Connection, path: list[str]) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            task: _Task = pickle.loads(connection.recv_bytes())  # noqa: S301
+            task: _Task = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
@@ -201,7 +201,7 @@ def _run(task: _Task) -> Any:
         init_method=f"file://{task.store}",
         rank=task.rank,
         world_size=task.size,
-        timeout=datetime.timedelta(seconds=task.timeout_s),
+        timeout=dt.timedelta(seconds=task.timeout_s),
         device_id=device,
     )
     try:
