@@ -296,18 +296,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
         }
 
     def _attach(self, records: list[ParamRecord]) -> None:
-        masters = self._given_masters(records)
-        for record in records:
+        engine, masters = self._open_engine(), self._given_masters(records)
+        waiting = [self.state.get(record.param) or {} for record in records]
+        for record, state in zip(records, waiting, strict=True):
             if record.index in masters:
                 _check_master(record, masters[record.index])
-        self._open_engine().add(records, masters)
-        for record in records:
-            self._take_waiting(record, self.state.get(record.param) or {})
+            record.num_steps = int(state.get("step", 0))  # the engine makes rows for this very step
+        engine.add(records, masters)
+        for record, state in zip(records, waiting, strict=True):
+            self._take_waiting(record, state)
         self._publish(records)
 
     def _take_waiting(self, record: ParamRecord, waiting: Mapping[str, torch.Tensor]) -> None:
-        """Go on with the state that was loaded while the parameter was frozen."""
-        record.num_steps = int(waiting.get("step", 0))
+        """Go on with the state that was loaded while the parameter was frozen; no master over changed weights."""
         for name, view in self._open_engine().state(record).items():
             if name not in waiting:
                 continue
