@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from offload import rates
+from offload.agreement import Ranks
 from offload.config import OffloadConfig
 from offload.distributed import local_shard
 from offload.errors import ConfigError, ParameterError
@@ -104,6 +105,7 @@ def assemble(
             stepper=stepper,
             worker=worker,
             clock=clock,
+            ranks=Ranks(config.timeout_s, config.is_rank_local),
             tile_numel=config.tile_numel,
             chunk_by=config.chunk_by,
         )

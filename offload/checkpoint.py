@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from offload.distributed import local_shard, shard_like, shard_of
-from offload.errors import CheckpointError
+from offload.distributed import local_shard, matching_shard, shard_like
+from offload.errors import CheckpointError, ParameterError
 from offload.parameters import ParamRecord
 
 __all__ = ["IncomingState", "check_form", "export_state", "loaded_group", "read_state", "rounds_to"]
@@ -256,7 +256,10 @@ def _checked(owner: str, parameter: torch.Tensor, name: str, value: Any) -> torc
             f"{owner}: {name} is {value.dtype}, {value.layout}, on {value.device}; expected "
             "floating point, dense, with data"
         )
-    local = shard_of(parameter, value)
+    try:
+        local = matching_shard(value, parameter)
+    except ParameterError as error:
+        raise CheckpointError(f"{owner}: {name}: {error}") from error
     if local is None:
         raise CheckpointError(
             f"{owner}: {name} is sharded in another way than the parameter; give load_state_dict full tensors, or "

@@ -72,6 +72,10 @@ class OffloadConfig:
     """Names to layers: a regular expression whose whole match is the layer's name, or a callable that
     returns it (None: the parameter belongs to no layer); None: the usual names of transformer layers."""
 
+    rank_local: str | Callable[[str], bool] | None = None
+    """Names of parameters that are plain tensors among sharded ones and differ between ranks (a regular expression that
+    is searched for, or a predicate); None: plain tensors are replicas, the same on all ranks."""
+
     kernel_cache_dir: str | None = None
     """Folder for compiled kernels; None: compile once per process and write nothing."""
 
@@ -93,13 +97,23 @@ class OffloadConfig:
         self._check("timeout_s", self.timeout_s > 0, "more than 0 seconds")
         self._check("threads", self.threads is None or self.threads >= 1, "at least 1, or None")
         self._check("moments", self.moments == "fp32", "'fp32'")
-        if isinstance(self.chunk_by, str):
+        self._check_pattern("chunk_by", self.chunk_by)
+        self._check_pattern("rank_local", self.rank_local)
+
+    def is_rank_local(self, name: str) -> bool:
+        """Whether the plain parameter called `name` differs between ranks; see `rank_local`."""
+        if self.rank_local is None or callable(self.rank_local):
+            return self.rank_local is not None and self.rank_local(name)
+        return re.search(self.rank_local, name) is not None
+
+    def _check_pattern(self, field: str, pattern: object) -> None:
+        named = pattern is None or isinstance(pattern, str) or callable(pattern)
+        self._check(field, named, "a regular expression, a callable or None")
+        if isinstance(pattern, str):
             try:
-                re.compile(self.chunk_by)
+                re.compile(pattern)
             except re.error as error:
-                raise ConfigError(
-                    f"config.chunk_by={self.chunk_by!r} is no regular expression: {error}"
-                ) from None
+                raise ConfigError(f"config.{field}={pattern!r} is no regular expression: {error}") from None
 
     def _check_types(self) -> None:
         whole = ("tile_numel", "ring_slots", "backlog_tiles")
@@ -108,8 +122,6 @@ class OffloadConfig:
             value = getattr(self, field)
             self._check(field, _is_int(value) or (value is None and field in optional), "an integer")
         self._check("timeout_s", isinstance(self.timeout_s, int | float), "a number of seconds")
-        named = self.chunk_by is None or isinstance(self.chunk_by, str) or callable(self.chunk_by)
-        self._check("chunk_by", named, "a regular expression, a callable or None")
 
     def _check(self, field: str, good: bool, expected: str) -> None:
         if not good:

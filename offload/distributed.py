@@ -1,7 +1,7 @@
 """A parameter's local shard, and state that is sharded as its parameter is.
 
-FSDP2 parameters are `DTensor`s; everything in this library works on the local shard of the rank. These
-functions are the only place that knows the difference.
+FSDP2 parameters are `DTensor`s; everything in this library works on the local shard of the rank. These functions are
+the only place that knows the difference.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["local_shard", "shard_like", "shard_of"]
+from offload.errors import ParameterError
+
+__all__ = ["local_gradient", "local_shard", "matching_shard", "mesh_ranks", "shard_like", "shard_of"]
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,27 +31,64 @@ def shard_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, parameter._spec, requires_grad=False)
 
 
-def shard_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """The part of `value`, detached, that belongs to the local shard of `parameter`; None where that is not here.
+def shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of the whole tensor `full` that this rank holds of `parameter`; a view.
 
-    Args:
-        value: of the parameter's (global) shape: a full tensor, of which the part is cut, or a DTensor.
+    Raises:
+        ParameterError: the shapes do not fit, or the parameter's shards are no single range per dimension.
     """
-    if isinstance(value, DTensor):
-        alike = _placed_alike(parameter, value) if isinstance(parameter, DTensor) else False
-        local = local_shard(value)
-        return local if alike or local.shape == value.shape == local_shard(parameter).shape else None
     if not isinstance(parameter, DTensor):
-        return value.detach()
-    shape, offset = compute_local_shape_and_global_offset(
+        return full
+    if full.shape != parameter.shape:
+        raise ParameterError(
+            f"a tensor of shape {tuple(full.shape)} for a parameter of {tuple(parameter.shape)}"
+        )
+    shape, offsets = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    part = value.detach()
-    for dim, (start, size) in enumerate(zip(offset, shape, strict=False)):
-        part = part.narrow(dim, min(start, part.shape[dim]), size)
-    return part if part.shape == local_shard(parameter).shape else None
+    if tuple(shape) != tuple(local_shard(parameter).shape):
+        raise ParameterError(f"placements {parameter.placements} cannot be cut out of a whole tensor")
+    for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
+        full = full.narrow(dim, min(offset, full.shape[dim] - size), size)
+    return full
 
 
-def _placed_alike(one: DTensor, other: DTensor) -> bool:
-    """Meshes that come out of a file are other objects than those of the parameters."""
-    return one.placements == other.placements and torch.equal(one.device_mesh.mesh, other.device_mesh.mesh)
+def matching_shard(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The part of `value`, detached, that this rank holds of `parameter`; None where it is not here.
+
+    Args:
+        value: of the parameter's (global) shape: a whole tensor, or a DTensor, which must be sharded as `parameter` is.
+    """
+    if not isinstance(value, DTensor):
+        return shard_of(value.detach(), parameter)
+    local = local_shard(value)
+    if isinstance(parameter, DTensor):
+        # Meshes that come out of a file are other objects than those of the parameters.
+        same_ranks = torch.equal(value.device_mesh.mesh, parameter.device_mesh.mesh)
+        alike = same_ranks and value.placements == parameter.placements
+    else:
+        alike = local.shape == value.shape == parameter.shape
+    return local if alike else None
+
+
+def local_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The rank's part of `gradient`, as `parameter` is sharded.
+
+    A gradient that autograd made of DTensors may still be a partial sum, or sharded in another way: then this is a
+    collective, as it is in torch's optimizers.
+    """
+    gradient = gradient.detach()
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return local_shard(gradient)
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return local_shard(gradient)
+
+
+def mesh_ranks(parameter: torch.Tensor) -> frozenset[int]:
+    """The ranks of the whole mesh that `parameter`'s mesh was sliced from; none where it is not sharded."""
+    if not isinstance(parameter, DTensor):
+        return frozenset()
+    mesh = parameter.device_mesh
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    return frozenset(root.mesh.flatten().tolist())

@@ -18,6 +18,7 @@
     ├── MemoryBudgetError (also MemoryError) a budget or the machine does not hold what is needed
     │   └── PinningError                     the system refused to pin host memory
     ├── KernelError (also RuntimeError)      a kernel or its threading layer cannot run here
+    ├── PeerError (also RuntimeError)        another rank failed, is gone, or did not come in time
     └── WorkerError (also RuntimeError)      the worker thread failed; ``__cause__`` is the reason
         └── DeadlineError (also TimeoutError)    a wait lasted longer than ``timeout_s``
 
@@ -41,6 +42,7 @@ __all__ = [
     "NonFiniteGradientError",
     "OffloadError",
     "ParameterError",
+    "PeerError",
     "PinningError",
     "StateError",
     "UndeclaredBackwardError",
@@ -111,6 +113,10 @@ class PinningError(MemoryBudgetError):
 
 class KernelError(OffloadError, RuntimeError):
     """A kernel or its threading layer cannot run here."""
+
+
+class PeerError(OffloadError, RuntimeError):
+    """Another rank failed, is gone, or did not come to ``step()`` within ``OffloadConfig.timeout_s``."""
 
 
 class WorkerError(OffloadError, RuntimeError):

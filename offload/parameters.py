@@ -6,20 +6,20 @@ strides (transposed weights, channels-last convolutions). So the parameter must 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from offload.distributed import local_shard, shard_like
 from offload.errors import GradientError, ParameterError, UnsupportedDtypeError
 from offload.layout import Kind, ParamSpec
-from offload.sentinel import GoneGradient
+from offload.sources import Source, make_source
 
-__all__ = ["DTYPE_NAMES", "ParamRecord", "flat_view", "make_record"]
+__all__ = ["DTYPE_NAMES", "ParamRecord", "flat_view", "make_record", "require_in_modules"]
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Dtypes of weights and gradients that the kernels read and write."""
@@ -35,11 +35,10 @@ class ParamRecord:
     param: torch.Tensor
     group: dict[str, Any]
     kind: Kind
+    source: Source
     num_steps: int = 0
-    gone: GoneGradient | None = None
     form: tuple[Any, ...] = ()
-    _cleared: bool = False
-    seen: tuple[int, int] = (0, 0)
+    seen: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def numel(self) -> int:
@@ -81,31 +80,6 @@ class ParamRecord:
             ).copy_(local)
         return flat_view(local, self.name)
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """Take the gradient out of ``param.grad``, if one is there, and leave a sentinel."""
-        gradient = self.param.grad
-        if gradient is None or gradient is self.gone:
-            return None
-        if isinstance(gradient, DTensor):  # its place takes nothing but another DTensor
-            self.param.grad = None
-            return gradient
-        if self.gone is None:
-            self.gone = GoneGradient(gradient, self.name)
-        self.param.grad = self.gone
-        self._cleared = False
-        return gradient
-
-    @property
-    def dropped_by_user(self) -> bool:
-        """Whether the sentinel is gone though `clear_sentinel` did not take it away."""
-        return self.gone is not None and not self._cleared and self.param.grad is None
-
-    def clear_sentinel(self) -> None:
-        """Before the next gradient is accumulated, and when the step is over."""
-        if self.gone is not None and self.param.grad is self.gone:
-            self.param.grad = None
-            self._cleared = True
-
     def note_weight(self) -> None:
         """Remember the weight as it is now: masters agree with it."""
         self.seen = self._fingerprint()
@@ -114,8 +88,9 @@ class ParamRecord:
         """Whether the weight was written or replaced since `note_weight`, as far as torch shows it."""
         return self.seen != self._fingerprint()
 
-    def _fingerprint(self) -> tuple[int, int]:
-        return self.param._version, local_shard(self.param).data_ptr()
+    def _fingerprint(self) -> tuple[int, int, int]:
+        local = local_shard(self.param)  # of a DTensor, which has a version of its own
+        return self.param._version, local._version, local.data_ptr()
 
     def _check_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -181,8 +156,39 @@ def make_record(index: int, name: str | None, param: torch.Tensor, group: dict[s
             f"{label} has grad_dtype {param.grad_dtype}; supported are torch.bfloat16 and torch.float32"
         )
     return ParamRecord(
-        index, label, name is not None, param, group, Kind(gradient, weight), form=_form(local)
+        index,
+        label,
+        name is not None,
+        param,
+        group,
+        Kind(gradient, weight),
+        make_source(param, label),
+        form=_form(local),
     )
+
+
+def require_in_modules(records: Sequence[ParamRecord]) -> None:
+    """For parameters that got no gradient in the first step: raise where no module holds them any more.
+
+    ``fully_shard`` and other wrappers replace the parameters of a module; an optimizer built before them would hold
+    tensors that nobody trains. Only named parameters are known to have come from a module.
+
+    Raises:
+        ParameterError: naming the first of them.
+    """
+    named = {id(record.param): record for record in records if record.has_name}
+    if not named:
+        return
+    for holder in gc.get_referrers(*(record.param for record in named.values())):
+        if isinstance(holder, dict):  # the _parameters of a module, or a dict of the user's
+            for value in holder.values():
+                named.pop(id(value), None)
+    if named:
+        first = next(iter(named.values()))
+        raise ParameterError(
+            f"{len(named)} parameter(s) got no gradient and are in no module any more ({first.name} ...): they were "
+            "replaced after the optimizer was built. Build the optimizer after fully_shard, replicate or prepare()"
+        )
 
 
 def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:

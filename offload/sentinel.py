@@ -13,7 +13,9 @@ import torch
 
 from offload.errors import GradientError
 
-__all__ = ["GoneGradient"]
+__all__ = ["GoneGradient", "MailboxGradient"]
+
+ADDITIONS = ("add_", "__iadd__")
 
 HARMLESS = (
     "size",
@@ -66,5 +68,40 @@ class GoneGradient(torch.Tensor):
         raise GradientError(
             f"{func} reads the gradient of {name}, which has left for the optimizer during backward. To clip gradients "
             "use max_grad_norm= of the optimizer (exact, in every mode); their norm is in optimizer.last_step.grad_norm. "
-            "To look at gradients, register a hook on the parameter before the optimizer is built"
+            "To look at gradients, register a hook on the parameter before the optimizer is built. To reduce them between "
+            "ranks, wrap the model (DistributedDataParallel, fully_shard) before the optimizer's first step"
         )
+
+
+class MailboxGradient(GoneGradient):
+    """A sentinel that keeps what is added to it, for whoever adds to ``param.grad`` without asking hooks first.
+
+    Until that is collected, which the optimizer's hook does, it can be read: hooks before that one see the gradient.
+    """
+
+    _letter: torch.Tensor | None = None
+
+    def collect(self) -> torch.Tensor | None:
+        """What was added since the last call, not copied."""
+        letter, self._letter = self._letter, None
+        return letter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An addition is kept; a second one before the first was collected is one that nobody asked for."""
+        if func.__name__ in ADDITIONS and len(args) == 2 and isinstance(args[0], cls) and not kwargs:
+            mailbox, addend = args
+            if mailbox._letter is None and isinstance(addend, torch.Tensor):
+                mailbox._letter = addend.detach()
+                return mailbox
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def read(value: Any) -> Any:
+            return value._letter if isinstance(value, cls) and value._letter is not None else value
+
+        opened, options = torch.utils._pytree.tree_map(read, (args, kwargs or {}))
+        if any(isinstance(value, cls) for value in torch.utils._pytree.tree_leaves((opened, options))):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*opened, **options)

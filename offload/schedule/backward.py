@@ -63,7 +63,7 @@ class BackwardWatch:
 
     def _queue_end(self, task: int) -> None:
         try:
-            Variable._execution_engine.queue_callback(self._end)
+            Variable._execution_engine.queue_callback(self._let_others_end)
         except RuntimeError as error:
             if not self._warned:
                 self._warned = True
@@ -74,6 +74,10 @@ class BackwardWatch:
                 )
         else:
             self._open_task = task
+
+    def _let_others_end(self) -> None:
+        """FSDP reduces its last gradients in a callback of its own, which may have been queued after ours."""
+        Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         self.reset()

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from offload.agreement import Agreement, Part, Ranks, Share
 from offload.errors import (
     GradientError,
     MidStepError,
@@ -36,7 +37,7 @@ from offload.errors import (
 )
 from offload.kernels.norm import add_blocks
 from offload.layout import ALIGN, Chunk, Span, build_chunks
-from offload.parameters import ParamRecord
+from offload.parameters import ParamRecord, require_in_modules
 from offload.report import StageClock, StepReport
 from offload.schedule import messages
 from offload.schedule.backward import BackwardWatch
@@ -68,6 +69,7 @@ class Engine:
         stepper: Stepper,
         worker: Worker,
         clock: StageClock,
+        ranks: Ranks,
         tile_numel: int,
         chunk_by: Any = None,
     ) -> None:
@@ -77,6 +79,7 @@ class Engine:
         self.report: StepReport | None = None
         self.num_steps = 0
         self._stepper, self._worker, self._clock = stepper, worker, clock
+        self._ranks = ranks
         self._tile_numel, self._chunk_by = tile_numel, chunk_by
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
         self._watch = BackwardWatch(self._ledger.end_backward)
@@ -97,6 +100,7 @@ class Engine:
         """
         if not records:
             return
+        self._ranks.add([record.param for record in records])
         by_index = {record.index: record for record in records}
         chunks = build_chunks(
             [record.spec for record in records],
@@ -123,9 +127,10 @@ class Engine:
         """Before a gradient is accumulated the sentinel of the last one must go; afterwards the gradient is taken."""
 
         def before(gradient: torch.Tensor) -> None:
-            if self._ledger.fires(record.index) and record.dropped_by_user:
+            fires = self._ledger.fires(record.index)
+            if fires and record.source.dropped:
                 raise MidStepError(messages.dropped(record.name))
-            record.clear_sentinel()
+            record.source.before(gradient, more=fires > 0 or self._expects_more)
 
         def after(parameter: torch.Tensor) -> None:
             start = time.perf_counter()
@@ -141,8 +146,10 @@ class Engine:
         """A gradient has come: take it out of ``param.grad`` and pass it on. Runs inside backward."""
         if self._closed:
             return
-        gradient = record.take_gradient()
-        if gradient is None or self._worker.failed:
+        if self._ledger.fires(record.index) and record.source.dropped:
+            raise MidStepError(messages.dropped(record.name))
+        gradient = record.source.take()
+        if (gradient is None and not record.source.stays) or self._worker.failed:
             return
         self._require_whole("backward")
         if self._ledger.touched and self._watch.follows_interruption():
@@ -157,7 +164,10 @@ class Engine:
             self._begin()
         except WorkerError:  # kept by the worker, raised at step(): never inside backward
             return
-        self._take_in(record, record.flat_gradient(gradient))
+        if gradient is None:
+            self._ledger.note_fire(record.index)
+        else:
+            self._take_in(record, record.flat_gradient(gradient))
 
     def _take_in(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         intake = self._ledger.fire(record.index)
@@ -186,6 +196,11 @@ class Engine:
         self._ledger.enter_accumulate(inside)
 
     @property
+    def _expects_more(self) -> bool:
+        """Whether the gradients of one backward pass may not be all of a step."""
+        return self.in_accumulate or self.policy.accumulation_steps > 1
+
+    @property
     def in_accumulate(self) -> bool:
         """Whether that context is open."""
         return self._ledger.in_accumulate
@@ -201,7 +216,12 @@ class Engine:
             HyperparameterChangedError: see there.
             NonFiniteGradientError: the policy is to raise; nothing was changed.
             WorkerError: the worker failed.
+            PeerError: another rank failed.
         """
+        with self._ranks.step():
+            self._step()
+
+    def _step(self) -> None:
         start = time.perf_counter()
         self._worker.raise_error()
         self._require_whole("step()")
@@ -210,9 +230,11 @@ class Engine:
                 messages.unfinished("the last backward pass ended with an exception", self._applied)
             )
         self._take_assigned_gradients()
-        if not self._ledger.touched:
-            raise NoGradientError(messages.no_gradient())
         self._require_sentinels()
+        if not self.num_steps:
+            require_in_modules([r for i, r in self.records.items() if not self._ledger.fires(i)])
+        if not self._ledger.touched and self._ranks.alone:  # others may have gradients: see `_agree`
+            raise NoGradientError(messages.no_gradient())
         if self._hyper is not None:
             self._hyper.check(messages.some(self._applied))
         self._note_short_step()
@@ -221,7 +243,7 @@ class Engine:
         verdict = self._judge_first() if self.policy.needs_norm_first else None
         if verdict is None or not verdict.skip:
             self._apply(verdict)
-        self._conclude(verdict or Verdict(self._norm()), start)
+        self._conclude(verdict or Verdict(total_norm([self._agree(nonfinite=False).square_sum])), start)
         self._changing = None
 
     def _apply(self, verdict: Verdict | None) -> None:
@@ -243,27 +265,29 @@ class Engine:
         self._stepper.measure()
         self._stepper.finish()
         culprit = self._first_nonfinite()
-        if culprit is not None and self.policy.nonfinite == "raise":
+        agreed = self._agree(nonfinite=culprit is not None)
+        where = f"of {culprit.name}" if culprit else f"on rank(s) {list(agreed.nonfinite_ranks)}"
+        if agreed.nonfinite_ranks and self.policy.nonfinite == "raise":
             self.reset()
             raise NonFiniteGradientError(
-                f"the gradient of {culprit.name} holds an inf or a NaN (nonfinite='raise'); "
+                f"the gradient {where} holds an inf or a NaN (nonfinite='raise'); "
                 "nothing was changed and the gradients were dropped"
             )
         verdict = judge(
-            self._norm(),
-            nonfinite=culprit is not None,
+            total_norm([agreed.square_sum]),
+            nonfinite=bool(agreed.nonfinite_ranks),
             max_norm=self.policy.max_grad_norm,
             skip_nonfinite=self.policy.nonfinite == "skip",
         )
-        if verdict.skip and culprit is not None:
+        if verdict.skip:
             logger.warning(
-                "step %d skipped: the gradient of %s holds an inf or a NaN", self.num_steps + 1, culprit.name
+                "step %d skipped: the gradient %s holds an inf or a NaN", self.num_steps + 1, where
             )
         return verdict
 
     def _conclude(self, verdict: Verdict, start: float) -> None:
         for record in self._fired():
-            record.clear_sentinel()
+            record.source.clear()
         self._ledger.end_step()
         self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
         self._begun, self._hyper = False, None
@@ -283,24 +307,26 @@ class Engine:
         )
 
     def _take_assigned_gradients(self) -> None:
-        """Gradients that stand in ``param.grad``: assigned by hand, or made while no hook was there."""
+        """Gradients that stand in ``param.grad``: left there by their source, assigned by hand, or made while no hook
+        was there."""
         for record in self.records.values():
-            if record.param.grad is None or record.param.grad is record.gone:
-                continue
-            if self._ledger.is_stepped(record.index):
+            counted = record.source.stays  # its hook was called
+            gradients = record.source.standing()
+            if gradients and self._ledger.is_stepped(record.index):
                 raise GradientError(
                     f"{record.name} has a gradient in .grad, but its update of this step was applied "
                     "during backward; assign gradients before backward, or set .grad to None"
                 )
-            self._begin()
-            gradient = record.take_gradient()
-            assert gradient is not None
-            self._ledger.note_fire(record.index)
-            self._stepper.hold(record, record.flat_gradient(gradient))
+            if gradients:
+                self._begin()
+                if not counted:
+                    self._ledger.note_fire(record.index)
+            for gradient in gradients:
+                self._stepper.hold(record, record.flat_gradient(gradient))
 
     def _note_short_step(self) -> None:
         most = max(self._ledger.fires(index) for index in self.records)
-        if most < self.policy.accumulation_steps:
+        if self._ledger.touched and most < self.policy.accumulation_steps:
             logger.info(
                 "step %d: %d of %d declared micro-batches came; stepping with what arrived",
                 self.num_steps + 1,
@@ -317,12 +343,21 @@ class Engine:
         ]
         return sorted(spans, key=lambda item: item[1].param)
 
-    def _norm(self) -> float:
-        sums = []
+    def _agree(self, *, nonfinite: bool) -> Agreement:
+        """The step's one exchange with the other ranks: squared sums added here by parameter, there by rank."""
+        sums = dict.fromkeys(Part, 0.0)
         for chunk, span in self._spans():
+            record = self.records[span.param]
             first, last = _block_range(span)
-            sums.append(add_blocks(self._stepper.block_sums(chunk.index).sums, first, last))
-        return total_norm(sums)
+            part = self._ranks.part_of(record.param, record.name)
+            sums[part] += add_blocks(self._stepper.block_sums(chunk.index).sums, first, last)
+        agreed = self._ranks.combine(
+            Share(sums[Part.OWN], sums[Part.REPLICA], nonfinite=nonfinite, touched=self._ledger.touched)
+        )
+        if not agreed.touched:
+            self._changing = None
+            raise NoGradientError(messages.no_gradient())
+        return agreed
 
     def _first_nonfinite(self) -> ParamRecord | None:
         for chunk, span in self._spans():
@@ -363,7 +398,7 @@ class Engine:
     def _require_sentinels(self) -> None:
         """Raise where gradients that have left were dropped by other means than our ``zero_grad()``."""
         for record in self._fired():
-            if record.dropped_by_user:
+            if record.source.dropped:
                 raise MidStepError(messages.dropped(record.name))
 
     def discard(self) -> None:
@@ -390,7 +425,7 @@ class Engine:
         self._changing = RESET
         self._stepper.finish()
         for record in self._fired():
-            record.clear_sentinel()
+            record.source.clear()
         self._ledger.forget()
         self._watch.reset()
         self._stepper.end_step([chunk.index for chunk in self.chunks])
@@ -438,7 +473,7 @@ class Engine:
             hook.remove()
         self._hooks.clear()
         for record in self.records.values():
-            record.clear_sentinel()
+            record.source.clear()
         try:
             self._stepper.close()
         finally:

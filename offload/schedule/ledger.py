@@ -125,7 +125,8 @@ class Ledger:
         return param in self._stepped
 
     def note_fire(self, param: int) -> None:
-        """A gradient was assigned by hand and is held."""
+        """A gradient came that no update of this backward pass may use: assigned by hand, or not complete yet."""
+        self._context_used |= self._in_accumulate
         self._fires[param] = self._fires.get(param, 0) + 1
 
     def may_step_early(self, chunk: int) -> bool:

@@ -93,9 +93,7 @@ def step_assigned(model: Net, optimizer: Any, *indices: int) -> None:
         generator = torch.Generator().manual_seed(index)
         for parameter in model.parameters():
             full = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-            part = shard_of(parameter, full)
-            assert part is not None
-            parameter.grad = shard_like(parameter, part.clone())
+            parameter.grad = shard_like(parameter, shard_of(full, parameter).clone())
         optimizer.step()
         optimizer.zero_grad()
 
