@@ -93,6 +93,7 @@ def read_state(
             incoming.waiting[parameter] = {"step": torch.tensor(float(steps)), **kept}
     losses.warn()
     _warn_of_strangers(state_dict["state"].keys() - set(labels))
+    _warn_of_order(state_dict["param_groups"], groups)
     return incoming
 
 
@@ -288,6 +289,19 @@ def _warn_of_strangers(labels: Collection[Any]) -> None:
             "the state dict has state for %d parameter(s) that are in none of its groups (%s ...): it is left out",
             len(labels),
             ", ".join(sorted(map(str, labels))[:3]),
+        )
+
+
+def _warn_of_order(saved: Iterable[Mapping[str, Any]], own: Iterable[Mapping[str, Any]]) -> None:
+    there, here = (
+        [name for group in each for name in group.get("param_names") or ()] for each in (saved, own)
+    )
+    if there != here and sorted(there) == sorted(here):
+        logger.warning(
+            "the state dict has the same parameters in another order (%s ... there, %s ... here): state is matched by "
+            "position, as torch does; put them in the same order, or go through torch.distributed.checkpoint",
+            ", ".join(there[:3]),
+            ", ".join(here[:3]),
         )
 
 

@@ -187,7 +187,9 @@ def test_f30_saved_on_four_ranks_loaded_on_three_and_on_one(
     source: Path | None = None
     for size, its_layout in ((4, layout), (3, "fsdp"), (1, "plain")):
         target = tmp_path / f"of-{size}"
-        runs.append(ranks.run(save_resharded, size, kind, its_layout, flat, source, target)[0])
+        runs.append(
+            ranks.run(save_resharded, size, kind, its_layout, flat, source, target, deadline_s=120.0)[0]
+        )
         source = target
     state = runs[0][0]["optimizer"]["state"]
     assert state["first.weight"]["exp_avg"].shape == (10, 12)
