@@ -6,6 +6,7 @@
 The same bits as ``torch.optim.AdamW(fused=True)``, at a third to a sixth of the device memory.
 """
 
+from offload.checkpoint_files import load_checkpoint, load_sharded, save_checkpoint, save_sharded
 from offload.config import OffloadConfig
 from offload.errors import (
     CheckpointError,
@@ -63,6 +64,10 @@ __all__ = [
     "__version__",
     "cast_compute_weights",
     "configure_cpu_optimizer_threads",
+    "load_checkpoint",
+    "load_sharded",
+    "save_checkpoint",
+    "save_sharded",
 ]
 
 __version__ = "0.1.0"

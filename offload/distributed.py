@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from offload.errors import ParameterError
 
-__all__ = ["local_gradient", "local_shard", "mesh_ranks", "shard_like", "shard_of"]
+__all__ = ["local_gradient", "local_shard", "matching_shard", "mesh_ranks", "shard_like", "shard_of"]
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,6 +51,24 @@ def shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
         full = full.narrow(dim, min(offset, full.shape[dim] - size), size)
     return full
+
+
+def matching_shard(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The part of `value`, detached, that this rank holds of `parameter`; None where it is not here.
+
+    Args:
+        value: of the parameter's (global) shape: a whole tensor, or a DTensor, which must be sharded as `parameter` is.
+    """
+    if not isinstance(value, DTensor):
+        return shard_of(value.detach(), parameter)
+    local = local_shard(value)
+    if isinstance(parameter, DTensor):
+        # Meshes that come out of a file are other objects than those of the parameters.
+        same_ranks = torch.equal(value.device_mesh.mesh, parameter.device_mesh.mesh)
+        alike = same_ranks and value.placements == parameter.placements
+    else:
+        alike = local.shape == value.shape == parameter.shape
+    return local if alike else None
 
 
 def local_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

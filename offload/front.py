@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 import torch
 
 from offload.assembly import Options, assemble
-from offload.checkpoint import export_state, read_state
+from offload.checkpoint import IncomingState, export_state, loaded_group, read_state, rounds_to
 from offload.distributed import local_shard
-from offload.errors import CheckpointError, ClosedError, ConfigError, StateError
+from offload.errors import CheckpointError, ClosedError, ConfigError, ParameterError, StateError
 from offload.kernels.rule import KernelRule
 from offload.parameters import ParamRecord, make_record
 from offload.prepare import Masters
 from offload.report import StepReport
+from offload.schedule.base_step import hooks_set_aside
 from offload.schedule.engine import Engine
 from offload.schedule.plan import Plan
 
@@ -29,6 +30,9 @@ __all__ = ["OffloadOptimizer", "Params"]
 logger = logging.getLogger(__name__)
 
 Params = Iterable[Any]
+
+SAVE_HOOKS = ("_optimizer_state_dict_post_hooks",)
+LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -198,39 +202,44 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State in torch's format: CPU clones of ``step``, the moments, and ``master`` where the weight is BF16.
 
+        Nothing changes it later, so that it can be written in another thread. Hooks see the clones.
+
         Raises:
             MidStepError: between a backward that applied parts of a step and ``step()``.
         """
         engine = self._open_engine()
         engine.require_untouched("state_dict()")
         engine.synchronize()
-        return export_state(super().state_dict())
+        with hooks_set_aside(self, SAVE_HOOKS):
+            state_dict = export_state(super().state_dict())
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state saved by this optimizer or by ``torch.optim.AdamW``; never passes through the device.
 
         Where a master is missing it is taken from the weight; for BF16 weights, whose lower bits are lost then, with
-        a warning. Where masters are there, weights are written anew from them.
+        a warning. Where masters are there, weights are written anew from them. Sharded parameters take full tensors
+        and those that are sharded as they are. State of parameters that are frozen now is kept for the day when they
+        are trained. Of param groups ``fused``, ``foreach`` and unknown keys are left out.
 
         Raises:
             CheckpointError: it does not fit; nothing was changed.
         """
         engine = self._open_engine()
+        state_dict = self._prepared_by_hooks(state_dict)
         incoming = read_state(state_dict, self.param_groups, self._records, self._rule.state_names)
-        groups = [self._checked_group(saved) for saved in state_dict["param_groups"]]
+        groups = self._loaded_groups(state_dict["param_groups"])
         engine.begin_loading()
-        super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
+        with hooks_set_aside(self, LOAD_HOOKS):
+            super().load_state_dict({"state": {}, "param_groups": groups})
         self._rebind_groups()
-        for record in self._records.values():
-            record.num_steps = incoming.steps[record.index]
-            for name, view in engine.state(record).items():
-                saved = incoming.tensors[record.index].get(name)
-                if saved is not None:
-                    local_shard(view).copy_(saved)
-                elif name != "master":
-                    local_shard(view).zero_()
-        engine.take_masters([r for r in self._records.values() if "master" in incoming.tensors[r.index]])
+        self._take_in(incoming)
         self._publish(self._records.values())
+        self.state.update(incoming.waiting)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refused: hooks, threads and pinned memory cannot be copied."""
@@ -294,8 +303,26 @@ class OffloadOptimizer(torch.optim.Optimizer):
         }
 
     def _attach(self, records: list[ParamRecord]) -> None:
-        self._open_engine().add(records, self._given_masters(records))
+        engine, masters = self._open_engine(), self._given_masters(records)
+        waiting = [self.state.get(record.param) or {} for record in records]
+        for record, state in zip(records, waiting, strict=True):
+            if record.index in masters:
+                _check_master(record, masters[record.index])
+            record.num_steps = int(state.get("step", 0))  # the engine makes rows for this very step
+        engine.add(records, masters)
+        for record, state in zip(records, waiting, strict=True):
+            self._take_waiting(record, state)
         self._publish(records)
+
+    def _take_waiting(self, record: ParamRecord, waiting: Mapping[str, torch.Tensor]) -> None:
+        """Go on with the state that was loaded while the parameter was frozen; no master over changed weights."""
+        for name, view in self._open_engine().state(record).items():
+            if name not in waiting:
+                continue
+            saved = local_shard(waiting[name])
+            is_master = record.kind.weight == "bf16" and rounds_to(saved, local_shard(record.param))
+            if name != "master" or is_master:
+                local_shard(view).copy_(saved)
 
     def _adopt_unfrozen(self) -> None:
         """Parameters that were frozen when they came and have a gradient now."""
@@ -327,14 +354,45 @@ class OffloadOptimizer(torch.optim.Optimizer):
             state = {name: tensor for name, tensor in state.items() if name != "master"}
         return state
 
-    def _checked_group(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A loaded group, with defaults for what it lacks."""
-        group = {key: saved.get(key, default) for key, default in self.defaults.items()}
-        try:
-            self._check_group(group)
-        except (ConfigError, TypeError, ValueError) as error:
-            raise CheckpointError(f"a param group of the state dict cannot be used: {error}") from error
-        return {**saved, **group}
+    def _prepared_by_hooks(self, state_dict: Any) -> dict[str, Any]:
+        """A shallow copy, as torch hands it to hooks, and what they made of it."""
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(f"this is no optimizer state dict, but a {type(state_dict).__name__}")
+        prepared = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            prepared = pre_hook(self, prepared) or prepared
+        return prepared
+
+    def _loaded_groups(self, saved_groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What the groups become. Checked, before anything is changed."""
+        groups, strange = [], set()
+        for saved, own in zip(saved_groups, self.param_groups, strict=True):
+            group, unknown = loaded_group(saved, own, self.defaults)
+            strange.update(unknown)
+            try:
+                self._check_group(group)
+            except (ConfigError, TypeError, ValueError) as error:
+                raise CheckpointError(f"a param group of the state dict cannot be used: {error}") from error
+            groups.append(group)
+        if strange:
+            logger.warning(
+                "the state dict's param groups have keys that mean nothing to %s and are left out: %s",
+                type(self).__name__,
+                ", ".join(sorted(strange)),
+            )
+        return groups
+
+    def _take_in(self, incoming: IncomingState) -> None:
+        engine = self._open_engine()
+        for record in self._records.values():
+            tensors = incoming.tensors[record.index]
+            record.num_steps = incoming.steps[record.index]
+            for name, view in engine.state(record).items():
+                if name in tensors:
+                    local_shard(view).copy_(tensors[name])
+                elif name != "master":
+                    local_shard(view).zero_()
+        engine.take_masters([r for r in self._records.values() if "master" in incoming.tensors[r.index]])
 
     def _rebind_groups(self) -> None:
         """Loading replaced the group dicts."""
@@ -342,3 +400,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter in self._records:
                     self._records[parameter].group = group
+
+
+def _check_master(record: ParamRecord, master: torch.Tensor) -> None:
+    """Ahead of the engine's own check, which comes when memory is allocated already."""
+    weight = local_shard(record.param)
+    if master.shape != weight.shape or not rounds_to(master, weight):
+        raise ParameterError(
+            f"masters= of {record.name}, {tuple(master.shape)}, do not round to the model's weights, "
+            f"{tuple(weight.shape)}: the weights were changed after cast_compute_weights; cast again, or leave masters "
+            "out to start from the weights"
+        )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 
 from offload import assembly
+from offload.checkpoint import check_form
 from offload.config import OffloadConfig, check_choice
 from offload.errors import CheckpointError, ClosedError, MidStepError
 from offload.schedule.base_rules import (
@@ -210,10 +211,13 @@ class CPUOffloadOptimizer(OptimizerProxy):
         """
         self._require_open()
         base = self.base_optimizer
-        state_dict = state_dict.copy()
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(f"this is no optimizer state dict, but a {type(state_dict).__name__}")
+        state_dict = dict(state_dict)
         for optimizer in (self, base):
             for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = pre_hook(optimizer, state_dict) or state_dict
+        check_form(state_dict)
         self._follow_groups()
         with hooks_set_aside(base, LOAD_HOOKS):
             try:

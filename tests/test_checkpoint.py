@@ -129,6 +129,58 @@ def test_missing_masters_are_warned_of(
     assert ("no FP32 masters for 3 BF16 parameter(s) (p0, p1, p2" in caplog.text) == warns
 
 
+def test_state_of_nobody_is_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    state_dict = saved()
+    state_dict["state"]["elsewhere.weight"] = state_dict["state"][0]
+    with caplog.at_level(logging.WARNING):
+        incoming = read(state_dict)
+    assert "state for 1 parameter(s) that are in none of its groups (elsewhere.weight" in caplog.text
+    assert set(incoming.tensors) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("names", "warns"), [("abc", False), ("acb", True), ("xyz", False), (None, False)], ids=str
+)
+def test_another_order_of_the_same_names_is_told(
+    caplog: pytest.LogCaptureFixture, names: str | None, warns: bool
+) -> None:
+    records = records_of()
+    groups = groups_of(records)
+    for group, own in zip(groups, ("ab", "c"), strict=True):
+        group["param_names"] = list(own)
+    state_dict = saved()
+    if names is not None:
+        for group, theirs in zip(state_dict["param_groups"], (names[:2], names[2:]), strict=True):
+            group["param_names"] = list(theirs)
+    with caplog.at_level(logging.WARNING):
+        read_state(state_dict, groups, records, MOMENTS)
+    assert ("in another order" in caplog.text) == warns
+
+
+def test_state_of_frozen_parameters_waits_as_a_copy() -> None:
+    records = records_of()
+    frozen, *rest = records
+    state_dict = saved()
+    incoming = read_state(state_dict, groups_of(records), {p: records[p] for p in rest}, MOMENTS)
+    assert incoming.waiting.keys() == {frozen}
+    entry = incoming.waiting[frozen]
+    assert entry.keys() == {"step", "master", *MOMENTS}
+    assert entry["step"] == 5
+    assert torch.equal(entry["exp_avg"], state_dict["state"][0]["exp_avg"])
+    assert entry["exp_avg"].data_ptr() != state_dict["state"][0]["exp_avg"].data_ptr()
+
+
+def test_what_does_not_fit_a_frozen_parameter_is_refused_by_name() -> None:
+    records = records_of()
+    _frozen, *rest = records
+    groups = groups_of(records)
+    groups[0]["param_names"] = ["layer.weight", "layer.bias"]
+    state_dict = saved()
+    state_dict["state"][0]["exp_avg"] = torch.zeros(7)
+    with pytest.raises(CheckpointError, match=r"layer\.weight: exp_avg has shape \(7,\)"):
+        read_state(state_dict, groups, {p: records[p] for p in rest}, MOMENTS)
+
+
 # What is refused
 
 
