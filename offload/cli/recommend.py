@@ -17,7 +17,8 @@ from offload.schedule.step_estimate import Passes, estimate_step
 __all__ = ["ModeRow", "Recommendation", "mode_rows", "recommend"]
 
 SAME_SHARE = 0.01
-"""Steps that differ by less are called equal, and the one with less device memory is preferred."""
+"""Steps that differ by less are called equal. Among equals resident is taken, which has the least that can go wrong; then
+the one with the least device memory."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,16 @@ def recommend(rows: Sequence[ModeRow]) -> Recommendation:
     fitting = [row for row in rows if row.fits]
     if not fitting:
         closest = min(rows, key=lambda row: sum(row.missing.values()))
-        lacks = ", ".join(
-            f"{as_gib(number)} GiB of {name} memory" for name, number in closest.missing.items()
-        )
         return Recommendation(
             None,
-            f"no mode fits; {closest.mode} comes closest and lacks {lacks}: shard over more ranks, or fewer tokens",
+            f"no mode fits; {closest.mode} comes closest and lacks {_lacks(closest)}: shard over more ranks, or take "
+            "fewer tokens",
         )
     best = min(_costs(row) for row in fitting)
     equal = [row for row in fitting if _costs(row) <= best * (1 + SAME_SHARE)]
-    chosen = min(equal, key=lambda row: row.device_bytes)
-    return Recommendation(chosen.mode, _reason(chosen, rows, fitting))
+    leanest = min(equal, key=lambda row: row.device_bytes)
+    chosen = next((row for row in equal if row.mode == "resident"), leanest)
+    return Recommendation(chosen.mode, _reason(chosen, leanest, rows, fitting))
 
 
 def _costs(row: ModeRow) -> float:
@@ -133,28 +133,26 @@ def _costs(row: ModeRow) -> float:
     return {"resident": 1.0, "wavefront": 2.0, "chunked-stream": 3.0}.get(row.mode, 4.0)
 
 
-def _reason(chosen: ModeRow, rows: Sequence[ModeRow], fitting: Sequence[ModeRow]) -> str:
+def _reason(chosen: ModeRow, leanest: ModeRow, rows: Sequence[ModeRow], fitting: Sequence[ModeRow]) -> str:
     words = []
     resident = next((row for row in rows if row.mode == "resident"), None)
     if resident is not None and not resident.fits:
-        lacks = ", ".join(
-            f"{as_gib(number)} GiB of {name} memory" for name, number in resident.missing.items()
-        )
-        words.append(f"resident lacks {lacks}")
-    if chosen.step_s is None:
-        how = (
-            "the update that it exposes is the least"
-            if chosen.update_s is not None
-            else "rates are not known"
-        )
-        words.append(f"of the {len(fitting)} modes that fit, {how}")
-    else:
+        words.append(f"resident lacks {_lacks(resident)}")
+    if chosen.step_s is not None:
         words.append(f"of the {len(fitting)} modes that fit, it has the shortest step, {chosen.step_s:.2f} s")
-        if chosen is not resident and chosen.share_of_resident is not None:
-            words.append(f"{chosen.share_of_resident:.0%} of the resident speed")
-        same = resident is not None and resident.fits and chosen is not resident
-        if same and resident is not None:
-            words.append(
-                f"as fast as resident with {as_gib(resident.device_bytes - chosen.device_bytes)} GiB less"
-            )
+    elif chosen.update_s is not None:
+        words.append(f"of the {len(fitting)} modes that fit, it exposes least of its update")
+    else:
+        words.append(
+            f"of the {len(fitting)} modes that fit, the first by memory traffic: rates are not known"
+        )
+    if chosen is not resident and chosen.share_of_resident is not None:
+        words.append(f"{chosen.share_of_resident:.0%} of the resident speed")
+    if leanest is not chosen:
+        less = as_gib(chosen.device_bytes - leanest.device_bytes)
+        words.append(f"{leanest.mode} is as fast with {less} GiB less on the device")
     return "; ".join(words)
+
+
+def _lacks(row: ModeRow) -> str:
+    return ", ".join(f"{as_gib(number)} GiB of {name} memory" for name, number in row.missing.items())
