@@ -29,7 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import PhaseClock, device_bytes, format_table, host_bytes, in_gib, peak_host_bytes, synchronize, write_json
+from _measure import (
+    PhaseClock,
+    device_bytes,
+    format_table,
+    host_bytes,
+    in_gib,
+    peak_host_bytes,
+    synchronize,
+    write_json,
+)
 from _models import SHAPES, LanguageModel, build_model, num_parameters
 from _optimizers import make_optimizer, pinned_bytes
 from bench_step import make_batch, times
@@ -175,7 +184,9 @@ def make_torchao(_: str, model: LanguageModel, device: torch.device) -> Made:
         raise Skipped("torchao's CPUOffloadOptimizer needs a GPU")
     from torchao.optim import CPUOffloadOptimizer
 
-    return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **HYPERPARAMETERS), lambda: None
+    return CPUOffloadOptimizer(
+        model.parameters(), torch.optim.AdamW, fused=True, **HYPERPARAMETERS
+    ), lambda: None
 
 
 def make_fsdp(_: str, model: LanguageModel, device: torch.device) -> Made:
@@ -225,7 +236,9 @@ PEERS: dict[str, Callable[[str, LanguageModel, torch.device], Made]] = {
 
 def add_shares(runs: list[dict[str, Any]]) -> None:
     """Each run's speed as a share of the baseline's at the same length."""
-    resident = {run["seq"]: run["step_s"] for run in runs if run["peer"] == BASELINE and run["status"] == "ok"}
+    resident = {
+        run["seq"]: run["step_s"] for run in runs if run["peer"] == BASELINE and run["status"] == "ok"
+    }
     for run in runs:
         if run["status"] == "ok":
             base = resident.get(run["seq"])
