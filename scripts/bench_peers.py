@@ -197,9 +197,9 @@ def make_fsdp(_: str, model: LanguageModel, device: torch.device) -> Made:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     on_gpu = device.type == "cuda"
-    store = torch.distributed.HashStore()
+    distributed: Any = torch.distributed
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

@@ -248,16 +248,16 @@ def row_names(trace: Any, events: Sequence[dict[str, Any]]) -> dict[tuple[str, s
 
 def load_matplotlib() -> Any:
     try:
-        import matplotlib
+        import matplotlib as mpl
     except ImportError:
         raise SystemExit("plot_results needs matplotlib: pip install 'offload[plots]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
 
     # Element names that depend on the content alone, and letters as letters: files that can be compared.
-    pyplot.rcParams.update({"svg.hashsalt": "offload", "svg.fonttype": "none", "font.size": 9})
-    pyplot.rcParams["figure.constrained_layout.use"] = True
-    return pyplot
+    plt.rcParams.update({"svg.hashsalt": "offload", "svg.fonttype": "none", "font.size": 9})
+    plt.rcParams["figure.constrained_layout.use"] = True
+    return plt
 
 
 def parse_arguments() -> argparse.Namespace:
