@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload.cli.units import as_gib
 from offload.cli.workload import Run, activations_of, arrivals_of, workload_of
@@ -70,41 +70,35 @@ def mode_rows(
     workload, activations = workload_of(run, config), activations_of(run)
     machine = Machine(device="cuda", free_device_bytes=budgets.get("device"), available_host_bytes=1 << 62)
     arrivals = arrivals_of(run)
-    rows = []
-    resident_s = None
-    for mode in PLACEMENTS:
+    rows: list[ModeRow] = []
+    # A mode that mixes placements is one more entry: its own needs, and arrivals that name a placement each.
+    for mode, placement in PLACEMENTS.items():
         needs = needs_of(mode, workload, machine)
         takes = {
-            "device": device_peak_bytes(mode, workload, machine, activations),
+            "device": device_peak_bytes(placement, needs, workload, activations),
             "host": needs.host,
             "pinned": needs.pinned,
         }
-        missing = {
-            name: taken - limit
-            for name, taken in takes.items()
-            if (limit := budgets.get(name)) is not None and taken > limit
-        }
-        step = (
-            None
-            if rates is None or passes is None
-            else estimate_step(mode, workload, rates, passes, arrivals)
-        )
-        if step is not None and mode == "resident":
-            resident_s = step.step_s
-        rows.append(
-            ModeRow(
-                mode,
-                takes["device"],
-                takes["host"],
-                takes["pinned"],
-                step_s=None if step is None else step.step_s,
-                exposed_s=None if step is None else step.exposed_s,
-                update_s=step.update_s if step else None if rates is None else cost_of(mode, workload, rates),
-                share_of_resident=resident_s / step.step_s if step and resident_s else None,
-                missing=missing,
+        row = ModeRow(mode, takes["device"], takes["host"], takes["pinned"], missing=_missing(takes, budgets))
+        if rates is not None and passes is not None:
+            step = estimate_step(mode, workload, rates, passes, arrivals)
+            base = rows[0].step_s if rows and rows[0].mode == "resident" else step.step_s
+            row = replace(
+                row,
+                step_s=step.step_s,
+                exposed_s=step.exposed_s,
+                update_s=step.update_s,
+                share_of_resident=None if base is None else base / step.step_s,
             )
-        )
+        elif rates is not None:
+            row = replace(row, update_s=cost_of(mode, workload, rates))
+        rows.append(row)
     return rows
+
+
+def _missing(takes: Mapping[str, int], budgets: Mapping[str, int | None]) -> dict[str, int]:
+    limits = {name: limit for name, limit in budgets.items() if limit is not None}
+    return {name: taken - limits[name] for name, taken in takes.items() if taken > limits.get(name, taken)}
 
 
 def recommend(rows: Sequence[ModeRow]) -> Recommendation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.schedule.mode_costs import PLACEMENTS, Machine, Placement, Workload, needs_of
+from offload.schedule.mode_costs import Needs, Placement, Workload
 
 __all__ = ["Activations", "device_peak_bytes"]
 
@@ -30,12 +30,17 @@ class Activations:
     unsharded_bytes: int = 0
 
 
-def device_peak_bytes(mode: str, workload: Workload, machine: Machine, activations: Activations) -> int:
-    """The largest sum of what is alive at a time, as ``torch.cuda.max_memory_allocated`` counts it."""
-    needs = needs_of(mode, workload, machine)
-    placement = PLACEMENTS[mode]
+def device_peak_bytes(
+    placement: Placement, needs: Needs, workload: Workload, activations: Activations
+) -> int:
+    """The largest sum of what is alive at a time, as ``torch.cuda.max_memory_allocated`` counts it.
+
+    Args:
+        placement: HOST for all modes in which gradients leave in backward, mixed ones too.
+        needs: of the mode; what it has on the device is there always, but for streamed state, which is there in `step()`.
+    """
     always = workload.weight_bytes + activations.unsharded_bytes
-    always += needs.device if placement is Placement.DEVICE else 0
+    always += 0 if placement is Placement.STREAM else needs.device
     loss = activations.kept_bytes + activations.loss_bytes + activations.head_gradient_bytes
     if placement is Placement.HOST:
         # Gradients leave as they come: what waits for the worker, the head's own among it, beside the first layers.

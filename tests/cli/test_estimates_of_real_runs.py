@@ -95,7 +95,9 @@ def test_step_on_an_h200(row: dict[str, Any], measured_share: bool) -> None:
 def test_device_memory_on_an_h200(row: dict[str, Any]) -> None:
     run = run_of(row)
     workload = workload_of(run, OffloadConfig())
-    peak = device_peak_bytes(MODES[row["mode"]], workload, MACHINE, activations_of(run))
+    mode = MODES[row["mode"]]
+    needs = needs_of(mode, workload, MACHINE)
+    peak = device_peak_bytes(PLACEMENTS[mode], needs, workload, activations_of(run))
     assert peak == pytest.approx(row["peak_device_bytes"], rel=0.15)
 
 
