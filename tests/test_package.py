@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 CORE_DEPENDENCIES = {"torch", "numba", "llvmlite", "numpy", "psutil"}
 EXTRAS = {"test", "dev", "cli", "plots", "hf"}
-OPTIONAL_MODULES = {"matplotlib", "transformers", "typer", "rich", "scipy", "pandas", "triton"}
+OPTIONAL_MODULES = {"matplotlib", "transformers", "typer", "rich", "offload.cli", "scipy", "pandas", "triton"}
 
 
 def test_all_is_sorted_and_complete() -> None:
@@ -71,6 +71,14 @@ def test_types_are_shipped() -> None:
     assert (ROOT / "offload" / "py.typed").exists()
 
 
+def test_every_package_is_installed() -> None:
+    """They are listed in pyproject.toml, since the scripts are one of them."""
+    listed = re.search(r"^packages = \[(.*?)^\]", PYPROJECT, re.MULTILINE | re.DOTALL)
+    assert listed
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "offload").rglob("*.py")}
+    assert set(re.findall(r'"([a-z_.]+)"', listed[1])) == found | {"offload_scripts"}
+
+
 def test_import_is_light() -> None:
     """No optional package, no kernel compiled, no thread started, no CUDA context, torch's settings untouched."""
     script = f"""
@@ -99,7 +107,11 @@ assert not compiled, compiled
 
 def test_every_extra_module_of_the_scripts_is_declared() -> None:
     """Scripts import the core dependencies, the package and, inside functions, what the extras bring."""
-    allowed = sys.stdlib_module_names | CORE_DEPENDENCIES | {"offload", "transformers", "rich"}
+    allowed = (
+        sys.stdlib_module_names
+        | CORE_DEPENDENCIES
+        | {"offload", "transformers", "rich", "matplotlib", "torchao"}
+    )
     own = {path.stem for path in (ROOT / "scripts").glob("*.py")}
     for path in (ROOT / "scripts").glob("*.py"):
         pattern = r"^\s*(?:from|import) ([A-Za-z_]\w*)"

@@ -20,7 +20,15 @@ import numba
 
 from offload.kernels.jit import Kernel, jit_disabled
 
-__all__ = ["ExecutorTeam", "LayerTeam", "PythonTeam", "Team", "make_team"]
+__all__ = [
+    "ExecutorTeam",
+    "LayerTeam",
+    "PythonTeam",
+    "Team",
+    "available_layers",
+    "kernel_thread_limit",
+    "make_team",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +66,16 @@ def find_layer() -> str | None:
     if running is not None:
         return running if running in THREAD_SAFE_LAYERS else None
     return next((layer for layer in THREAD_SAFE_LAYERS if _loads(layer)), None)
+
+
+def available_layers() -> tuple[str, ...]:
+    """The safe layers that load here, the preferred one first."""
+    return tuple(layer for layer in THREAD_SAFE_LAYERS if _loads(layer))
+
+
+def kernel_thread_limit() -> int:
+    """Threads that a Numba layer can have at most: frozen when Numba was imported."""
+    return int(numba.config.NUMBA_NUM_THREADS)
 
 
 def running_layer() -> str | None:
@@ -111,7 +129,7 @@ class LayerTeam:
 
     def __init__(self, layer: str, num_threads: int) -> None:
         self.name = layer
-        limit = numba.config.NUMBA_NUM_THREADS  # frozen when Numba was imported
+        limit = kernel_thread_limit()
         if num_threads > limit:
             logger.warning("%d kernel threads asked for, Numba was imported with %d", num_threads, limit)
         self.num_threads = max(1, min(num_threads, limit))

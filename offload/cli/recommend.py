@@ -1,0 +1,152 @@
+"""Every mode with its memory and its step, and which of them to take. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from offload.cli.units import as_gib
+from offload.cli.workload import Run, activations_of, arrivals_of, workload_of
+from offload.config import OffloadConfig
+from offload.rates import Rates
+from offload.schedule.memory_estimate import device_peak_bytes
+from offload.schedule.mode_costs import PLACEMENTS, Machine, cost_of, needs_of
+from offload.schedule.plan import HIDDEN_SHARE
+from offload.schedule.step_estimate import Passes, estimate_step
+
+__all__ = ["ModeRow", "Recommendation", "mode_rows", "recommend"]
+
+SAME_SHARE = 0.01
+"""Steps that differ by less are called equal. Among equals resident is taken, which has the least that can go wrong; then
+the one with the least device memory."""
+
+
+@dataclass(frozen=True)
+class ModeRow:
+    """One mode. Bytes of one rank; seconds; None: not known.
+
+    `missing`: by budget, the bytes that it lacks; empty where the mode fits.
+    """
+
+    mode: str
+    device_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+    step_s: float | None = None
+    exposed_s: float | None = None
+    update_s: float | None = None
+    share_of_resident: float | None = None
+    missing: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it keeps to all budgets."""
+        return not self.missing
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The mode to take (None: no mode fits), and why."""
+
+    mode: str | None
+    reason: str
+
+
+def mode_rows(
+    run: Run,
+    *,
+    config: OffloadConfig,
+    budgets: Mapping[str, int | None],
+    rates: Rates | None = None,
+    passes: Passes | None = None,
+) -> list[ModeRow]:
+    """All modes that have one placement each, in the order of the documentation.
+
+    Args:
+        budgets: bytes of one rank by ``device``, ``host`` and ``pinned``; the device's are for everything on it.
+        rates: without them no times are given.
+        passes: forward and backward; without them the update's time alone is given.
+    """
+    workload, activations = workload_of(run, config), activations_of(run)
+    machine = Machine(device="cuda", free_device_bytes=budgets.get("device"), available_host_bytes=1 << 62)
+    arrivals = arrivals_of(run)
+    rows: list[ModeRow] = []
+    # A mode that mixes placements is one more entry: its own needs, and arrivals that name a placement each.
+    for mode, placement in PLACEMENTS.items():
+        needs = needs_of(mode, workload, machine)
+        takes = {
+            "device": device_peak_bytes(placement, needs, workload, activations),
+            "host": needs.host,
+            "pinned": needs.pinned,
+        }
+        row = ModeRow(mode, takes["device"], takes["host"], takes["pinned"], missing=_missing(takes, budgets))
+        if rates is not None and passes is not None:
+            step = estimate_step(mode, workload, rates, passes, arrivals)
+            base = rows[0].step_s if rows and rows[0].mode == "resident" else step.step_s
+            row = replace(
+                row,
+                step_s=step.step_s,
+                exposed_s=step.exposed_s,
+                update_s=step.update_s,
+                share_of_resident=None if base is None else base / step.step_s,
+            )
+        elif rates is not None:
+            row = replace(row, update_s=cost_of(mode, workload, rates))
+        rows.append(row)
+    return rows
+
+
+def _missing(takes: Mapping[str, int], budgets: Mapping[str, int | None]) -> dict[str, int]:
+    limits = {name: limit for name, limit in budgets.items() if limit is not None}
+    return {name: taken - limits[name] for name, taken in takes.items() if taken > limits.get(name, taken)}
+
+
+def recommend(rows: Sequence[ModeRow]) -> Recommendation:
+    """The fastest that fits; where times are not known, the one that exposes least of its update, half of a wavefront's
+    taken to be hidden; without rates, resident before wavefront before the others."""
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        closest = min(rows, key=lambda row: sum(row.missing.values()))
+        return Recommendation(
+            None,
+            f"no mode fits; {closest.mode} comes closest and lacks {_lacks(closest)}: shard over more ranks, or take "
+            "fewer tokens",
+        )
+    best = min(_costs(row) for row in fitting)
+    equal = [row for row in fitting if _costs(row) <= best * (1 + SAME_SHARE)]
+    leanest = min(equal, key=lambda row: row.device_bytes)
+    chosen = next((row for row in equal if row.mode == "resident"), leanest)
+    return Recommendation(chosen.mode, _reason(chosen, leanest, rows, fitting))
+
+
+def _costs(row: ModeRow) -> float:
+    if row.step_s is not None:
+        return row.step_s
+    if row.update_s is not None:
+        return row.update_s * (HIDDEN_SHARE if row.mode == "wavefront" else 1.0)
+    return {"resident": 1.0, "wavefront": 2.0, "chunked-stream": 3.0}.get(row.mode, 4.0)
+
+
+def _reason(chosen: ModeRow, leanest: ModeRow, rows: Sequence[ModeRow], fitting: Sequence[ModeRow]) -> str:
+    words = []
+    resident = next((row for row in rows if row.mode == "resident"), None)
+    if resident is not None and not resident.fits:
+        words.append(f"resident lacks {_lacks(resident)}")
+    if chosen.step_s is not None:
+        words.append(f"of the {len(fitting)} modes that fit, it has the shortest step, {chosen.step_s:.2f} s")
+    elif chosen.update_s is not None:
+        words.append(f"of the {len(fitting)} modes that fit, it exposes least of its update")
+    else:
+        words.append(
+            f"of the {len(fitting)} modes that fit, the first by memory traffic: rates are not known"
+        )
+    if chosen is not resident and chosen.share_of_resident is not None:
+        words.append(f"{chosen.share_of_resident:.0%} of the resident speed")
+    if leanest is not chosen:
+        less = as_gib(chosen.device_bytes - leanest.device_bytes)
+        words.append(f"{leanest.mode} is as fast with {less} GiB less on the device")
+    return "; ".join(words)
+
+
+def _lacks(row: ModeRow) -> str:
+    return ", ".join(f"{as_gib(number)} GiB of {name} memory" for name, number in row.missing.items())

@@ -1,0 +1,182 @@
+"""From a model's shape and a run's options to what the planner and the estimates take. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.cli.model_shape import ModelShape
+from offload.config import OffloadConfig
+from offload.errors import ConfigError
+from offload.schedule.memory_estimate import Activations
+from offload.schedule.mode_costs import ChunkSize, Workload
+from offload.schedule.step_estimate import Arrival
+from offload.schedule.stream_stepper import NUM_SLOTS, stream_tile_numel
+from offload.transfer.ring import Ring
+
+__all__ = [
+    "DTYPE_BYTES",
+    "Run",
+    "activations_of",
+    "arrivals_of",
+    "flops_of",
+    "forward_share_of",
+    "workload_of",
+]
+
+DTYPE_BYTES = {"bf16": 2, "fp32": 4}
+
+STATE_ARRAYS = 3
+"""AdamW's: master and two moments."""
+
+NUM_RINGS = 2
+
+LOSS_CHUNK_BYTES = 1 << 30
+"""Temporaries of a loss that never holds all logits: the bound that scripts/bench_step.py sets, and usual elsewhere."""
+
+LOGIT_BYTES = 2 + 4 + 4 + 4
+"""Of one logit where the loss holds all of them: BF16, its FP32 copy, its log-softmax, and the gradient of that."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to be run. `ranks` share the parameters (FSDP); `tokens` are those of one rank's backward pass, in
+    sequences of `sequence`. `chunked_loss`: whether the loss avoids holding all logits."""
+
+    shape: ModelShape
+    tokens: int
+    sequence: int
+    ranks: int = 1
+    dtype: str = "bf16"
+    checkpointing: bool = True
+    chunked_loss: bool = False
+    accumulation_steps: int = 1
+    holds_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "sequence", "ranks", "accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.sequence > self.tokens:
+            raise ConfigError(f"sequence={self.sequence} is longer than tokens={self.tokens}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPE_BYTES)}")
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight, a gradient or an activation."""
+        return DTYPE_BYTES[self.dtype]
+
+
+def workload_of(run: Run, config: OffloadConfig) -> Workload:
+    """What one rank keeps and moves."""
+    numel, width = _local(run.shape.numel, run), run.width
+    tile = config.tile_numel
+    largest = _local(run.shape.embedding_numel, run)
+    return Workload(
+        numel=numel,
+        state_arrays=STATE_ARRAYS,
+        ring_bytes=NUM_RINGS * Ring.required_bytes(config.ring_slots, tile * width),
+        holds_gradients=run.holds_gradients,
+        gradient_bytes=width * numel,
+        accumulates=run.accumulation_steps > 1,
+        weight_bytes=width * numel,
+        own_master_numel=numel if run.dtype == "fp32" else 0,
+        backlog_bytes=(config.backlog_tiles + config.ring_slots) * tile * width + largest * width,
+        tile_bytes=4 * (STATE_ARRAYS - (run.dtype == "fp32")) * stream_tile_numel(tile, STATE_ARRAYS),
+        num_slots=NUM_SLOTS,
+        chunks=tuple(ChunkSize(name, numel) for name, numel, _ in _parts(run)),
+    )
+
+
+def arrivals_of(run: Run) -> tuple[Arrival, ...]:
+    """Gradients in the order of backward, timed by the arithmetic before them: head, layers from the last, embedding.
+
+    A tied head is complete only with the embedding.
+    """
+    parts = _parts(run)
+    total = sum(flops for _, _, flops in parts)
+    done, arrivals = 0.0, []
+    for _, numel, flops in parts:
+        done += flops
+        arrivals.append(Arrival(numel, min(1.0, done / total)))
+    return tuple(arrivals)
+
+
+def flops_of(run: Run) -> tuple[float, float]:
+    """Floating-point operations of forward, and of backward with what it recomputes."""
+    forward = _layers_flops(run) + run.shape.head_flops(run.tokens)
+    backward = 2.0 * forward + (_layers_flops(run) if run.checkpointing else 0.0)
+    if run.chunked_loss:  # its gradients are taken in forward, chunk by chunk, while the logits are there
+        moved = 2.0 * run.shape.head_flops(run.tokens)
+        forward, backward = forward + moved, backward - moved
+    return forward, backward
+
+
+def forward_share_of(run: Run) -> float:
+    """Forward's share of the arithmetic, where it was not measured."""
+    forward, backward = flops_of(run)
+    return forward / (forward + backward)
+
+
+def activations_of(run: Run) -> Activations:
+    """Memory of forward and backward on one rank; see docs/performance.md for what is counted."""
+    shape, per_token = run.shape, run.tokens * run.width
+    sparse = shape.num_sparse_layers > 0
+    saved = per_token * _saved_width(shape, sparse)
+    kept = shape.num_layers * (per_token * shape.hidden if run.checkpointing else saved)
+    # Backward of the MLP has two gradients of its width beside what forward saved; recomputation saves it first.
+    gradients = 2 * per_token * shape.active_width(sparse)
+    logits = LOSS_CHUNK_BYTES if run.chunked_loss else run.tokens * shape.vocabulary * LOGIT_BYTES
+    return Activations(
+        kept_bytes=kept,
+        layer_bytes=gradients + (saved if run.checkpointing else 0),
+        loss_bytes=min(logits, run.tokens * shape.vocabulary * LOGIT_BYTES),
+        head_gradient_bytes=_local(shape.embedding_numel, run) * run.width,
+        unsharded_bytes=_unsharded_bytes(run),
+    )
+
+
+def _saved_width(shape: ModelShape, sparse: bool) -> int:
+    """Elements per token that the backward of one layer needs."""
+    norms = 2 * 2 * shape.hidden  # of both norms, input and output
+    projections = shape.attention_width + 2 * shape.kv_width
+    rotated = (1 + shape.qk_norm) * (
+        shape.attention_width + shape.kv_width
+    )  # queries and keys: normalized, rotated
+    attention = 3 * shape.attention_width  # its output; keys and values repeated for the groups
+    residuals = 3 * shape.hidden  # outputs of both halves, and the sum between them
+    mlp = 4 * shape.active_width(sparse)  # gate, up, activated gate, product
+    return norms + projections + rotated + attention + residuals + mlp
+
+
+def _unsharded_bytes(run: Run) -> int:
+    """FSDP gathers the layer in use and the next one, and has one layer's whole gradient before it is scattered."""
+    if run.ranks == 1:
+        return 0
+    layer = max(run.shape.layer_numel(sparse=sparse) for sparse in {run.shape.num_sparse_layers > 0, False})
+    return 3 * layer * run.width
+
+
+def _parts(run: Run) -> list[tuple[str, int, float]]:
+    """Name, elements on this rank and backward's operations of what follows each other in backward."""
+    shape = run.shape
+    head = 0.0 if run.chunked_loss else 2.0 * shape.head_flops(run.tokens)
+    sparse, passes = shape.num_sparse_layers, 3.0 if run.checkpointing else 2.0
+    parts = [("head", 0 if shape.tied else _local(shape.embedding_numel, run), head)]
+    for index in reversed(range(shape.num_layers)):
+        kind = index >= shape.num_layers - sparse
+        flops = passes * shape.layer_flops(run.tokens, run.sequence, sparse=kind)
+        parts.append((f"layers.{index}", _local(shape.layer_numel(sparse=kind), run), flops))
+    parts.append(("embedding", _local(shape.embedding_numel + shape.hidden, run), 0.0))
+    return parts
+
+
+def _layers_flops(run: Run) -> float:
+    shape = run.shape
+    sparse = shape.num_sparse_layers
+    one, other = (shape.layer_flops(run.tokens, run.sequence, sparse=kind) for kind in (True, False))
+    return sparse * one + (shape.num_layers - sparse) * other
+
+
+def _local(numel: int, run: Run) -> int:
+    return -(-numel // run.ranks)
