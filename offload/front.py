@@ -23,6 +23,7 @@ from offload.prepare import Masters
 from offload.report import StepReport
 from offload.schedule.engine import Engine
 from offload.schedule.plan import Plan
+from offload.state_entry import StateEntry
 
 __all__ = ["OffloadOptimizer", "Params"]
 
@@ -66,6 +67,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._records: dict[torch.Tensor, ParamRecord] = {}
         self._next_key = 0  # of records: param groups may be rearranged by the user
         self._masters = masters
+        self._moved_to: set[torch.device] = set()
         records = [record for group in self.param_groups for record in self._make_records(group)]
         if not records:
             raise ConfigError("params has no parameter with requires_grad=True: there is nothing to optimize")
@@ -117,7 +119,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises:
             MidStepError: parts of the step were applied already; see `docs/troubleshooting.md`.
         """
-        if self._engine is not None:
+        if self._engine is not None and not self.closed:
             self._engine.discard()
         super().zero_grad(set_to_none)
 
@@ -155,6 +157,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def last_step(self) -> StepReport | None:
         """What the last step did; None before the first."""
         return self._open_engine().report
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Global L2 norm to which gradients are clipped; None: they are not."""
+        return self._open_engine().policy.max_grad_norm
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Declared backward passes per step."""
+        return self._open_engine().policy.accumulation_steps
 
     @property
     def plan(self) -> Plan:
@@ -245,6 +257,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._finalizer()
         self.state.clear()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, also through a wrapper that shares this optimizer's attributes."""
+        return hasattr(self, "_finalizer") and not self._finalizer.alive
+
     def __enter__(self) -> OffloadOptimizer:
         return self
 
@@ -254,7 +271,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # Inside -----------------------------------------------------------------------------------------------------
 
     def _open_engine(self) -> Engine:
-        if self._engine is None:
+        if self._engine is None or self.closed:
             raise ClosedError(f"this {type(self).__name__} was closed; build a new one")
         return self._engine
 
@@ -306,7 +323,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if record.kind.weight == "fp32":
                 del state["master"]
             step = torch.tensor(float(record.num_steps), dtype=torch.float32)
-            self.state[record.param] = {"step": step, **state}
+            self.state[record.param] = StateEntry({"step": step, **state}, record.name, self._moved_to)
 
     def _checked_group(self, saved: dict[str, Any]) -> dict[str, Any]:
         """A loaded group, with defaults for what it lacks."""
