@@ -98,7 +98,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ConfigError: called through a GradScaler.
         """
         engine = self._open_engine()
-        if grad_scaler is not None:
+        if grad_scaler is not None or getattr(self, "grad_scale", None) is not None:  # it sets either
             raise ConfigError(
                 "GradScaler is not supported: it scales FP16 gradients, and this optimizer takes BF16 or "
                 "FP32 ones, which need none; call loss.backward() and step() directly"

@@ -86,6 +86,23 @@ class OffloadMixin(_Base):
         _require_norm(gradient_clip_algorithm)
         require_same_clipping(optimizer, gradient_clip_val, "the trainer's gradient_clip_val")
 
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None, **kwargs: Any
+    ) -> None:
+        """As Lightning's, where ``training_step`` returned None too: that batch is skipped."""
+        returned: list[Any] = []
+
+        def closure() -> Any:
+            returned.append(optimizer_closure())
+            return returned[-1]
+
+        try:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure and closure, **kwargs)
+        except offload.NoGradientError:
+            if returned != [None]:
+                raise
+            logger.info("batch %d: training_step returned None, nothing to step", batch_idx)
+
 
 class OffloadMonitor(Callback):
     """Logs `StepReport.as_dict` after every batch whose step was taken: the gradient norm, bytes moved, seconds by stage.
