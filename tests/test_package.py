@@ -15,8 +15,19 @@ import offload
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 CORE_DEPENDENCIES = {"torch", "numba", "llvmlite", "numpy", "psutil"}
-EXTRAS = {"test", "dev", "cli", "plots", "hf"}
-OPTIONAL_MODULES = {"matplotlib", "transformers", "typer", "rich", "scipy", "pandas", "triton"}
+EXTRAS = {"test", "dev", "cli", "plots", "hf", "lightning"}
+OPTIONAL_MODULES = {
+    "matplotlib",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "trl",
+    "typer",
+    "rich",
+    "scipy",
+    "pandas",
+    "triton",
+}
 
 
 def test_all_is_sorted_and_complete() -> None:

@@ -54,4 +54,6 @@ def train(kind: Any, folder: str, **more: Any) -> Any:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         ours = train(OffloadSFTTrainer, folder, offload_options={"mode": "wavefront"})
-        torch.testing.assert_close(ours.state_dict(), train(SFTTrainer, folder).state_dict(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            ours.state_dict(), train(SFTTrainer, folder).state_dict(), rtol=1e-4, atol=1e-6
+        )

@@ -7,12 +7,18 @@ float64 sum as ours is: torch's own ``clip_grad_norm_`` takes it in FP32, which 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import offload
+
+SMALL = offload.OffloadConfig(tile_numel=4096, kernel_cache_dir=os.environ.get("OFFLOAD_TEST_KERNEL_CACHE"))
+"""So small that even these models have several tiles. With a folder for compiled kernels repeated runs are faster."""
 
 WIDTH = 64
 VOCABULARY = 128
@@ -69,9 +75,7 @@ def plain_loop(
     """
     weights = dict(model.named_parameters())
     masters = {name: nn.Parameter(weight.detach().float().clone()) for name, weight in weights.items()}
-    groups = [
-        {"params": [master], "weight_decay": decay(name), "lr": lr} for name, master in masters.items()
-    ]
+    groups = [{"params": [master], "weight_decay": decay(name), "lr": lr} for name, master in masters.items()]
     optimizer = torch.optim.AdamW(groups, betas=betas, fused=True)
     for number, micro_batches in enumerate(steps):
         for micro_batch in micro_batches:

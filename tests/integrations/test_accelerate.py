@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import offload
 from tests.integrations.plain import (
+    SMALL,
     Net,
     assert_same_weights,
     assert_trained,
@@ -28,7 +29,6 @@ from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from offload.integrations.accelerate import PreparedOptimizer, take_over  # noqa: E402
 
 BATCHES = 10
-SMALL = offload.OffloadConfig(tile_numel=4096, timeout_s=60.0)
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def test_a_norm_that_the_optimizer_does_not_clip_to_is_refused() -> None:
 def test_parameters_of_another_optimizer_are_clipped_by_accelerate() -> None:
     accelerator = make_accelerator()
     model, other = Net(), Net(1)
-    model, other, ours, theirs = accelerator.prepare(
+    model, other, ours, _ = accelerator.prepare(
         model, other, adamw(model, max_grad_norm=1.0), torch.optim.SGD(other.parameters(), lr=0.1)
     )
     for each in (model, other):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import offload
 from tests.integrations.plain import (
+    SMALL,
     Net,
     assert_same_weights,
     assert_trained,
@@ -28,7 +29,6 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device  # noqa: E
 from offload.integrations.lightning import OffloadMixin, OffloadMonitor  # noqa: E402
 
 BATCHES, EPOCHS = 10, 2
-SMALL = offload.OffloadConfig(tile_numel=4096, timeout_s=60.0)
 
 
 class Module(OffloadMixin, lightning.LightningModule):
@@ -69,7 +69,13 @@ def loader() -> Any:
 
 
 def make_trainer(folder: Path, **arguments: Any) -> Any:
-    arguments = {"max_epochs": EPOCHS, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, **arguments}
+    arguments = {
+        "max_epochs": EPOCHS,
+        "accelerator": "cpu",
+        "devices": 1,
+        "log_every_n_steps": 1,
+        **arguments,
+    }
     return lightning.Trainer(
         default_root_dir=folder,
         logger=arguments.pop("logger", False),
@@ -232,7 +238,7 @@ def test_an_optimizer_that_does_not_clip_alike_is_refused(tmp_path: Path) -> Non
             return self.optimizer
 
     module = ByHand()
-    with pytest.raises(offload.ConfigError, match="gradient_clip_val is 0.5"):
+    with pytest.raises(offload.ConfigError, match=r"gradient_clip_val is 0\.5"):
         make_trainer(tmp_path, gradient_clip_val=0.5).fit(module, loader())
     module.optimizer.close()
 

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from tests.integrations.plain import assert_same_weights, assert_trained, in_steps, make_ids, plain_loop
+from tests.integrations.plain import (
+    SMALL,
+    assert_same_weights,
+    assert_trained,
+    in_steps,
+    make_ids,
+    plain_loop,
+)
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -22,7 +29,6 @@ from offload.integrations.transformers import OffloadTrainer  # noqa: E402
 EXAMPLES, BATCH, ACCUMULATION, EPOCHS = 22, 2, 4, 2
 """Eleven batches: the last step of each epoch has three."""
 
-SMALL = offload.OffloadConfig(tile_numel=4096, timeout_s=60.0)
 OPTIONS = {"mode": "wavefront", "flush_denormals": False, "config": SMALL}
 
 
@@ -79,7 +85,11 @@ def make_trainer(
         **arguments,
     }
     args = transformers.TrainingArguments(str(folder), **arguments)
-    more = {"offload_options": {**OPTIONS, **(offload_options or {})}} if issubclass(kind, OffloadTrainer) else {}
+    more = (
+        {"offload_options": {**OPTIONS, **(offload_options or {})}}
+        if issubclass(kind, OffloadTrainer)
+        else {}
+    )
     return kind(model=model, args=args, train_dataset=examples(), optimizers=optimizers, **more)
 
 
@@ -94,7 +104,9 @@ FIRST_COUNTED = int("_loss_shifts_labels" in inspect.getsource(transformers.Trai
 
 def loss(model: nn.Module, batch: dict[str, Tensor], step: Any) -> Tensor:
     """Trainer divides by the number of labels in the whole step."""
-    return model(**batch, num_items_in_batch=sum(part["labels"][:, FIRST_COUNTED:].numel() for part in step)).loss
+    return model(
+        **batch, num_items_in_batch=sum(part["labels"][:, FIRST_COUNTED:].numel() for part in step)
+    ).loss
 
 
 def expected_weights(
@@ -189,7 +201,9 @@ def test_a_checkpoint_without_optimizer_state_is_not_taken_silently(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_llama()
-    trainer = make_trainer(model, tmp_path, save_strategy="steps", save_steps=2, save_only_model=True, max_steps=2)
+    trainer = make_trainer(
+        model, tmp_path, save_strategy="steps", save_steps=2, save_only_model=True, max_steps=2
+    )
     trainer.train()
     trainer.optimizer.close()
     again = make_trainer(make_llama(), tmp_path, max_steps=3)
