@@ -24,6 +24,7 @@ from offload.report import StepReport
 from offload.schedule.base_step import hooks_set_aside
 from offload.schedule.engine import Engine
 from offload.schedule.plan import Plan
+from offload.state_entry import StateEntry
 
 __all__ = ["OffloadOptimizer", "Params"]
 
@@ -70,6 +71,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._records: dict[torch.Tensor, ParamRecord] = {}
         self._next_key = 0  # of records: param groups may be rearranged by the user
         self._masters = masters
+        self._moved_to: set[torch.device] = set()
         records = [record for group in self.param_groups for record in self._make_records(group)]
         if not records:
             raise ConfigError("params has no parameter with requires_grad=True: there is nothing to optimize")
@@ -106,7 +108,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ConfigError: called through a GradScaler.
         """
         engine = self._open_engine()
-        if grad_scaler is not None:
+        if grad_scaler is not None or getattr(self, "grad_scale", None) is not None:  # it sets either
             raise ConfigError(
                 "GradScaler is not supported: it scales FP16 gradients, and this optimizer takes BF16 or "
                 "FP32 ones, which need none; call loss.backward() and step() directly"
@@ -128,7 +130,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises:
             MidStepError: parts of the step were applied already; see `docs/troubleshooting.md`.
         """
-        if self._engine is not None:
+        if self._engine is not None and not self.closed:
             self._engine.discard()
         super().zero_grad(set_to_none)
 
@@ -166,6 +168,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def last_step(self) -> StepReport | None:
         """What the last step did; None before the first."""
         return self._open_engine().report
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Global L2 norm to which gradients are clipped; None: they are not."""
+        return self._open_engine().policy.max_grad_norm
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Declared backward passes per step."""
+        return self._open_engine().policy.accumulation_steps
 
     @property
     def plan(self) -> Plan:
@@ -261,6 +273,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._finalizer()
         self.state.clear()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, also through a wrapper that shares this optimizer's attributes."""
+        return hasattr(self, "_finalizer") and not self._finalizer.alive
+
     def __enter__(self) -> OffloadOptimizer:
         return self
 
@@ -270,7 +287,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # Inside -----------------------------------------------------------------------------------------------------
 
     def _open_engine(self) -> Engine:
-        if self._engine is None:
+        if self._engine is None or self.closed:
             raise ClosedError(f"this {type(self).__name__} was closed; build a new one")
         return self._engine
 
@@ -336,7 +353,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for record in records:
             self._records[record.param] = record
             step = torch.tensor(float(record.num_steps), dtype=torch.float32)
-            self.state[record.param] = {"step": step, **self._state_of(record)}
+            tensors = {"step": step, **self._state_of(record)}
+            self.state[record.param] = StateEntry(tensors, record.name, self._moved_to)
 
     def _follow_moved(self, engine: Engine) -> None:
         """``self.state`` names current tensors also after a step that exchanged them."""
@@ -345,7 +363,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return
         for parameter, record in self._records.items():
             if record.index in moved:
-                self.state[parameter].update(self._state_of(record))
+                self.state[parameter].exchange(self._state_of(record))
 
     def _state_of(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """FP32 state as users see it: an FP32 weight is its own master."""

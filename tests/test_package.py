@@ -15,8 +15,21 @@ import offload
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 CORE_DEPENDENCIES = {"torch", "numba", "llvmlite", "numpy", "psutil"}
-EXTRAS = {"test", "dev", "cli", "plots", "hf"}
-OPTIONAL_MODULES = {"matplotlib", "transformers", "typer", "rich", "offload.cli", "scipy", "pandas", "triton"}
+EXTRAS = {"test", "dev", "cli", "plots", "hf", "lightning"}
+OPTIONAL_MODULES = {
+    "accelerate",
+    "lightning",
+    "matplotlib",
+    "offload.cli",
+    "offload.integrations",
+    "pandas",
+    "rich",
+    "scipy",
+    "transformers",
+    "triton",
+    "trl",
+    "typer",
+}
 
 
 def test_all_is_sorted_and_complete() -> None:

@@ -1,0 +1,79 @@
+"""What ``optimizer.state[parameter]`` is: a dict whose tensors belong to the engine and stay where they are.
+
+Frameworks move optimizer state by assignment: Lightning, for one, puts every entry on the root device before training.
+Of a plain dict that would quietly make the entry name a copy which no step ever touches, fill the device with state
+that was to stay off it, and save that copy in the next checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from offload.errors import StateError
+
+__all__ = ["StateEntry"]
+
+logger = logging.getLogger(__name__)
+
+
+class StateEntry(dict[str, Any]):
+    """State of one parameter by name: ``step``, the moments, ``master``. Write into its tensors, not over them.
+
+    Args:
+        tensors: name → tensor, as the engine has them.
+        parameter: the parameter's name, for messages.
+        moved_to: devices of which was warned already; shared by all entries of an optimizer.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], parameter: str, moved_to: set[torch.device]
+    ) -> None:
+        super().__init__(tensors)
+        self._parameter, self._moved_to = parameter, moved_to
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Keep a tensor that somebody tries to move; refuse every other assignment.
+
+        Raises:
+            StateError: the value is no copy of the entry on another device.
+        """
+        own = self.get(name)
+        if value is own:
+            return
+        if not _is_moved(own, value):
+            self._refuse(f"state[{self._parameter}][{name!r}] = ...")
+        if value.device not in self._moved_to:
+            self._moved_to.add(value.device)
+            logger.warning(
+                "something moves optimizer state to %s (first %s of %s): the copies are dropped, the state stays on %s",
+                value.device,
+                name,
+                self._parameter,
+                own.device if own is not None else "",
+            )
+
+    def exchange(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Name other tensors of the engine from now on: a speculative step was committed."""
+        super().update(tensors)
+
+    def __delitem__(self, name: str) -> None:
+        self._refuse(f"del state[{self._parameter}][{name!r}]")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{what}: these tensors are the optimizer's own memory; write into them (tensor.copy_(...)), or use "
+            "load_state_dict()"
+        )
+
+
+def _is_moved(own: Any, value: Any) -> bool:
+    return (
+        isinstance(own, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and value.device != own.device
+        and value.shape == own.shape
+    )
