@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from offload.assembly import Options, assemble
-from offload.checkpoint import export_state, read_state
+from offload.checkpoint import IncomingState, export_state, read_state
 from offload.distributed import local_shard
 from offload.errors import CheckpointError, ClosedError, ConfigError, StateError
 from offload.kernels.rule import KernelRule
@@ -27,6 +27,9 @@ from offload.schedule.plan import Plan
 __all__ = ["OffloadOptimizer", "Params"]
 
 logger = logging.getLogger(__name__)
+
+NO_TASK = -1
+"""What torch calls the running graph task outside backward."""
 
 Params = Iterable[Any]
 
@@ -45,6 +48,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         check_group: Callable[[Mapping[str, Any]], None],
         masters: Masters | None,
         options: Options,
+        model: torch.nn.Module | None = None,
     ) -> None:
         """Build state and engine.
 
@@ -54,15 +58,28 @@ class OffloadOptimizer(torch.optim.Optimizer):
             check_group: raises `ConfigError` where a hyperparameter of a param group is out of range.
             masters: FP32 values of cast parameters.
             options: mode, backend and so on.
+            model: its forward raises while weights of a half-done step are there; None: nobody looks.
         """
-        params = list(params)
+        with torch.inference_mode(False):  # state made inside could never be written outside
+            self._build(list(params), defaults, rule, check_group, masters, options)
+        self._model_hook = None if model is None else model.register_forward_pre_hook(_gate(self))
+
+    def _build(
+        self,
+        params: list[Any],
+        defaults: dict[str, Any],
+        rule: KernelRule,
+        check_group: Callable[[Mapping[str, Any]], None],
+        masters: Masters | None,
+        options: Options,
+    ) -> None:
         if not params:
             raise ConfigError(
                 "params is empty: pass model.named_parameters(), model.parameters() or param groups"
             )
         self._engine: Engine | None = None
         self._rule, self._check_group = rule, check_group
-        super().__init__(params, defaults)
+        torch.optim.Optimizer.__init__(self, params, defaults)
         self._records: dict[torch.Tensor, ParamRecord] = {}
         self._next_key = 0  # of records: param groups may be rearranged by the user
         self._masters = masters
@@ -73,6 +90,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # Copied, so the caller may drop them; those of frozen parameters wait for the day when these are trained.
         self._masters = masters.without([record.param for record in records]) if masters is not None else None
         self._engine = engine
+        follow = weakref.WeakMethod(self._follow_groups)
+        engine.before_first = lambda: (method := follow()) and method()
         self._finalizer = weakref.finalize(self, engine.close)
         self._publish(records)
 
@@ -102,13 +121,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "FP32 ones, which need none; call loss.backward() and step() directly"
             )
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._adopt_unfrozen()
-        engine.step()
-        for parameter, record in self._records.items():
-            self.state[parameter]["step"].fill_(record.num_steps)
+        with torch.inference_mode(False):
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._follow_groups()
+            self._adopt_unfrozen()
+            engine.step()
+            for record in self._members():
+                self.state[record.param]["step"].fill_(record.num_steps)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -144,7 +165,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         try:
             self._check_group(group)
             if self._engine is not None:
-                self._attach(self._make_records(group))
+                self._follow_groups()  # one of them may be back
+                with torch.inference_mode(False):
+                    self._attach(self._make_records(group))
         except BaseException:
             self.param_groups.pop()
             raise
@@ -209,21 +232,28 @@ class OffloadOptimizer(torch.optim.Optimizer):
             CheckpointError: it does not fit; nothing was changed.
         """
         engine = self._open_engine()
+        self._follow_groups()
         incoming = read_state(state_dict, self.param_groups, self._records, self._rule.state_names)
         groups = [self._checked_group(saved) for saved in state_dict["param_groups"]]
         engine.begin_loading()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
-        self._rebind_groups()
-        for record in self._records.values():
-            record.num_steps = incoming.steps[record.index]
-            for name, view in engine.state(record).items():
-                saved = incoming.tensors[record.index].get(name)
-                if saved is not None:
-                    local_shard(view).copy_(saved)
-                elif name != "master":
-                    local_shard(view).zero_()
-        engine.take_masters([r for r in self._records.values() if "master" in incoming.tensors[r.index]])
-        self._publish(self._records.values())
+        self._follow_groups()  # loading replaced the dicts
+        members = self._members()
+        with torch.inference_mode(False):
+            for record in members:
+                self._take_loaded(record, incoming)
+            engine.take_masters([r for r in members if "master" in incoming.tensors[r.index]])
+            self._publish(members)
+
+    def _take_loaded(self, record: ParamRecord, incoming: IncomingState) -> None:
+        """Moments that were not saved are zero; a missing master is the engine's to make."""
+        record.num_steps = incoming.steps[record.index]
+        for name, view in self._open_engine().state(record).items():
+            saved = incoming.tensors[record.index].get(name)
+            if saved is not None:
+                local_shard(view).copy_(saved)
+            elif name != "master":
+                local_shard(view).zero_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refused: hooks, threads and pinned memory cannot be copied."""
@@ -241,6 +271,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove hooks, end the worker, release memory; the weights stay as they are. Closing twice is fine."""
         self._engine = None
+        if self._model_hook is not None:
+            self._model_hook.remove()
         if hasattr(self, "_finalizer"):
             self._finalizer()
         self.state.clear()
@@ -317,9 +349,39 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise CheckpointError(f"a param group of the state dict cannot be used: {error}") from error
         return {**saved, **group}
 
-    def _rebind_groups(self) -> None:
-        """Loading replaced the group dicts."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._records:
-                    self._records[parameter].group = group
+    def _members(self) -> list[ParamRecord]:
+        """Parameters that stand in a group."""
+        return [record for record in self._records.values() if record.active]
+
+    def _follow_groups(self) -> None:
+        """Param groups belong to the user, who may remove, replace and rearrange them between steps.
+
+        A parameter without a group is left alone, as torch does; its state is kept for the day when it is back.
+        """
+        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        for parameter, record in self._records.items():
+            group = groups.get(parameter)
+            if group is None:
+                record.active = False
+                self.state.pop(parameter, None)
+                continue
+            record.group = group
+            if not record.active:
+                record.active = True
+                self._publish([record])
+
+
+def _gate(optimizer: OffloadOptimizer) -> Callable[..., None]:
+    """A forward pre-hook that raises between a backward that applied parts of a step and ``step()``.
+
+    Not inside backward: recomputing a checkpoint reads weights whose gradients are still to come.
+    """
+    reference = weakref.ref(optimizer)
+
+    def check(*_: Any) -> None:
+        owner = reference()
+        if owner is None or owner._engine is None or torch._C._current_graph_task_id() != NO_TASK:
+            return
+        owner._engine.require_untouched("a forward of the model")
+
+    return check

@@ -38,6 +38,8 @@ class ParamRecord:
     num_steps: int = 0
     gone: GoneGradient | None = None
     form: tuple[Any, ...] = ()
+    active: bool = True
+    """Whether it stands in a param group. One whose group was removed keeps its state, and is left alone."""
     _cleared: bool = False
     seen: tuple[int, int] = (0, 0)
 
@@ -84,8 +86,11 @@ class ParamRecord:
     def take_gradient(self) -> torch.Tensor | None:
         """Take the gradient out of ``param.grad``, if one is there, and leave a sentinel."""
         gradient = self.param.grad
-        if gradient is None or gradient is self.gone:
+        if gradient is None:
             return None
+        if gradient is self.gone:
+            incoming, self.gone.incoming = self.gone.incoming, None
+            return incoming
         if isinstance(gradient, DTensor):  # its place takes nothing but another DTensor
             self.param.grad = None
             return gradient
@@ -103,8 +108,8 @@ class ParamRecord:
     def clear_sentinel(self) -> None:
         """Before the next gradient is accumulated, and when the step is over."""
         if self.gone is not None and self.param.grad is self.gone:
-            self.param.grad = None
             self._cleared = True
+            self.param.grad = None
 
     def note_weight(self) -> None:
         """Remember the weight as it is now: masters agree with it."""
@@ -168,6 +173,11 @@ def make_record(index: int, name: str | None, param: torch.Tensor, group: dict[s
         raise UnsupportedDtypeError(
             f"{label} is {local.dtype}; supported are torch.bfloat16 and torch.float32 (convert "
             "the model, or use offload.cast_compute_weights on an FP32 model)"
+        )
+    if local.is_inference():
+        raise ParameterError(
+            f"{label} was made under torch.inference_mode() and can never be trained; make the model outside of it, or "
+            "clone its parameters there"
         )
     if not _is_dense(local):
         raise ParameterError(

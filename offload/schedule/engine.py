@@ -18,8 +18,9 @@ Life of a step::
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +80,10 @@ class Engine:
         self._stepper, self._worker, self._clock = stepper, worker, clock
         self._tile_numel, self._chunk_by = tile_numel, chunk_by
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
-        self._watch = BackwardWatch(self._ledger.end_backward)
+        self._receiving = threading.RLock()  # several threads may run backward at a time; its holder's waits have deadlines
+        self._watch = BackwardWatch(_locked(self._receiving, self._ledger.end_backward))
+        #: Called before a step's first gradient is taken: the front looks for changed param groups.
+        self.before_first: Callable[[], None] = _nothing
         self._hooks: list[RemovableHandle] = []
         self._hyper: HyperRows | None = None
         self._begun = False
@@ -123,14 +127,16 @@ class Engine:
         """Before a gradient is accumulated the sentinel of the last one must go; afterwards the gradient is taken."""
 
         def before(gradient: torch.Tensor) -> None:
-            if self._ledger.fires(record.index) and record.dropped_by_user:
-                raise MidStepError(messages.dropped(record.name))
-            record.clear_sentinel()
+            with self._receiving:
+                if self._ledger.fires(record.index) and record.dropped_by_user:
+                    raise MidStepError(messages.dropped(record.name))
+                record.clear_sentinel()
 
         def after(parameter: torch.Tensor) -> None:
             start = time.perf_counter()
-            self._receive(record)
-            self._hook_seconds += time.perf_counter() - start
+            with self._receiving:
+                self._receive(record)
+                self._hook_seconds += time.perf_counter() - start
 
         parameter = record.param
         return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
@@ -140,6 +146,10 @@ class Engine:
     def _receive(self, record: ParamRecord) -> None:
         """A gradient has come: take it out of ``param.grad`` and pass it on. Runs inside backward."""
         if self._closed:
+            return
+        if not self._begun:
+            self.before_first()
+        if not record.active:
             return
         gradient = record.take_gradient()
         if gradient is None or self._worker.failed:
@@ -151,6 +161,8 @@ class Engine:
             )
         if self._ledger.is_extra(record.index):
             declared, step = self.policy.accumulation_steps, self.num_steps + 1
+            if self._ledger.fires_twice(record.index):
+                raise GradientError(messages.second_fire(record.name, step, self._applied))
             raise UndeclaredBackwardError(messages.extra_backward(record.name, declared, step, self._applied))
         self._watch.note_fire()
         try:
@@ -206,9 +218,10 @@ class Engine:
         self._worker.raise_error()
         self._require_whole("step()")
         if self._watch.interrupted and self._ledger.touched:
-            raise MidStepError(
-                messages.unfinished("the last backward pass ended with an exception", self._applied)
-            )
+            why = "is still running" if self._watch.running else "ended with an exception"
+            raise MidStepError(messages.unfinished(f"the last backward pass {why}", self._applied))
+        if removed := [record.name for record in self._fired() if not record.active]:
+            raise StateError(messages.removed(removed))
         self._take_assigned_gradients()
         if not self._ledger.touched:
             raise NoGradientError(messages.no_gradient())
@@ -285,7 +298,7 @@ class Engine:
     def _take_assigned_gradients(self) -> None:
         """Gradients that stand in ``param.grad``: assigned by hand, or made while no hook was there."""
         for record in self.records.values():
-            if record.param.grad is None or record.param.grad is record.gone:
+            if not record.active or record.param.grad is None or record.param.grad is record.gone:
                 continue
             if self._ledger.is_stepped(record.index):
                 raise GradientError(
@@ -464,6 +477,20 @@ class Engine:
 
     def _fired(self) -> list[ParamRecord]:
         return [record for index, record in self.records.items() if self._ledger.fires(index)]
+
+
+def _locked(lock: threading.RLock, function: Callable[[], None]) -> Callable[[], None]:
+    """`function` under `lock`; holds no engine, so that a closed one goes at once."""
+
+    def call() -> None:
+        with lock:
+            function()
+
+    return call
+
+
+def _nothing() -> None:
+    """Nobody asked to be called."""
 
 
 def _block_range(span: Span) -> tuple[int, int]:
