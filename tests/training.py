@@ -279,7 +279,7 @@ def use_lanes(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> list[LaneTra
     return made
 
 
-def adamw(model: nn.Module | Iterable[Any], **options: Any) -> offload.AdamW:
+def adamw(model: nn.Module | Iterable[Any], /, **options: Any) -> offload.AdamW:
     """An optimizer with small tiles, so that even small models have many."""
     config = {"tile_numel": 4096, "timeout_s": 60.0, **options.pop("config", {})}
     params = two_groups(model) if isinstance(model, nn.Module) else model

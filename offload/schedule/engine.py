@@ -432,7 +432,7 @@ class Engine:
     def take_masters(self, written: Sequence[ParamRecord]) -> None:
         """After state was loaded: weights of `written` come from their masters, masters of all others from the weights."""
         mastered = {record.index for record in written}
-        others = [record for index, record in self.records.items() if index not in mastered]
+        others = [r for index, r in self.records.items() if index not in mastered and r.active]
         self._stepper.load_weights(others, force=True)
         self._stepper.store_weights(written)
         for record in self.records.values():
