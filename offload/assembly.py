@@ -177,7 +177,11 @@ def _make_stream_stepper(
     else:
         updater = HostUpdater(_make_backend(rule, (), budget, options))
     overlaps = mode == "chunked-stream"
-    transport = make_transport(device, options.config) if overlaps else InlineTransport(device, options.config.timeout_s)
+    transport = (
+        make_transport(device, options.config)
+        if overlaps
+        else InlineTransport(device, options.config.timeout_s)
+    )
     number = NUM_SLOTS if overlaps else 1
     return StreamStepper(
         transport=transport,

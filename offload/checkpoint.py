@@ -63,12 +63,13 @@ def read_state(
     ordered = [parameter for group in groups for parameter in group["params"]]
     saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
     incoming = IncomingState()
-    without_master = []
+    without_master, frozen = [], 0
     for parameter, saved_id in zip(ordered, saved_ids, strict=True):
         record = records.get(parameter)
-        if record is None:
-            continue
         entry = state_dict["state"].get(saved_id, {})
+        if record is None:
+            frozen += bool(entry)
+            continue
         tensors = {
             name: _checked(record, name, entry[name]) for name in ("master", *moments) if name in entry
         }
@@ -83,6 +84,12 @@ def read_state(
         if "master" not in tensors and record.kind.weight == "bf16":
             without_master.append(record.name)
     _warn_of_missing_masters(without_master)
+    if frozen:
+        logger.warning(
+            "the state dict has state of %d parameter(s) that were frozen when the optimizer was built: it is left out, and "
+            "they will begin anew when unfrozen; to keep it, freeze after loading",
+            frozen,
+        )
     return incoming
 
 

@@ -18,6 +18,7 @@ from offload.checkpoint import IncomingState, export_state, read_state
 from offload.distributed import local_shard
 from offload.errors import CheckpointError, ClosedError, ConfigError, StateError
 from offload.kernels.rule import KernelRule
+from offload.model_watch import ModelWatch
 from offload.parameters import ParamRecord, make_record
 from offload.prepare import Masters
 from offload.report import StepReport
@@ -27,9 +28,6 @@ from offload.schedule.plan import Plan
 __all__ = ["OffloadOptimizer", "Params"]
 
 logger = logging.getLogger(__name__)
-
-NO_TASK = -1
-"""What torch calls the running graph task outside backward."""
 
 Params = Iterable[Any]
 
@@ -62,7 +60,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         with torch.inference_mode(False):  # state made inside could never be written outside
             self._build(list(params), defaults, rule, check_group, masters, options)
-        self._model_hook = None if model is None else model.register_forward_pre_hook(_gate(self))
+        me = weakref.ref(self)  # the model's hook must not keep the optimizer alive
+        self._model_watch = (
+            None if model is None else ModelWatch(model, lambda: (o := me()) and o._before_forward())
+        )
 
     def _build(
         self,
@@ -108,7 +109,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Raises:
             NoGradientError: no gradient came.
-            MidStepError: the last backward pass ended with an exception.
+            MidStepError: the last backward pass ended with an exception, or is still running in another thread.
+            StateError: a param group was removed since backward.
+            ParameterError: a parameter was replaced in the model (``model=`` was given).
             HyperparameterChangedError: a group changed after a part of this step was applied in backward.
             NonFiniteGradientError: with ``nonfinite="raise"``; nothing was changed.
             WorkerError: the worker failed, now or in backward.
@@ -126,6 +129,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._follow_groups()
+            if self._model_watch is not None:
+                self._model_watch.require_same(self._members())
             self._adopt_unfrozen()
             engine.step()
             for record in self._members():
@@ -271,8 +276,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove hooks, end the worker, release memory; the weights stay as they are. Closing twice is fine."""
         self._engine = None
-        if self._model_hook is not None:
-            self._model_hook.remove()
+        if self._model_watch is not None:
+            self._model_watch.close()
         if hasattr(self, "_finalizer"):
             self._finalizer()
         self.state.clear()
@@ -370,18 +375,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 record.active = True
                 self._publish([record])
 
-
-def _gate(optimizer: OffloadOptimizer) -> Callable[..., None]:
-    """A forward pre-hook that raises between a backward that applied parts of a step and ``step()``.
-
-    Not inside backward: recomputing a checkpoint reads weights whose gradients are still to come.
-    """
-    reference = weakref.ref(optimizer)
-
-    def check(*_: Any) -> None:
-        owner = reference()
-        if owner is None or owner._engine is None or torch._C._current_graph_task_id() != NO_TASK:
-            return
-        owner._engine.require_untouched("a forward of the model")
-
-    return check
+    def _before_forward(self) -> None:
+        if self._engine is not None:
+            self._engine.require_untouched("a forward of the model")

@@ -80,7 +80,9 @@ class Engine:
         self._stepper, self._worker, self._clock = stepper, worker, clock
         self._tile_numel, self._chunk_by = tile_numel, chunk_by
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
-        self._receiving = threading.RLock()  # several threads may run backward at a time; its holder's waits have deadlines
+        self._receiving = (
+            threading.RLock()
+        )  # several threads may run backward at a time; its holder's waits have deadlines
         self._watch = BackwardWatch(_locked(self._receiving, self._ledger.end_backward))
         #: Called before a step's first gradient is taken: the front looks for changed param groups.
         self.before_first: Callable[[], None] = _nothing

@@ -71,9 +71,7 @@ def _chunk_rows(
 def _values(records: Mapping[int, ParamRecord]) -> dict[int, dict[str, Any]]:
     """By parameter, the hyperparameters of its group now; parameters of one group share one dict."""
     by_group = {
-        id(record.group): {
-            key: _plain(record.group[key]) for key in HYPERPARAMETERS if key in record.group
-        }
+        id(record.group): {key: _plain(record.group[key]) for key in HYPERPARAMETERS if key in record.group}
         for record in records.values()
     }
     return {index: by_group[id(record.group)] for index, record in records.items()}
