@@ -181,7 +181,9 @@ class World:
         if self._saved is None:
             return self._masters
         late = {name for name, _ in self._late()}
-        return self._masters.without([p for name, p in self._named.items() if name not in late or self._has_late])
+        return self._masters.without(
+            [p for name, p in self._named.items() if name not in late or self._has_late]
+        )
 
     # Steps ------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload.config import CLIP_POLICIES, MODES
-from tests.training import Reference, assert_matches_reference, random_delays, use_lanes
+from tests.training import KERNEL_CACHE, Reference, assert_matches_reference, random_delays, use_lanes
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (1023,), (1025,), (33, 65), (5, 4, 3, 2), (1, 2050), (64, 64)]
 STEPS = 4
@@ -73,6 +73,7 @@ configs = st.builds(
     backlog_tiles=st.sampled_from([1, 2, 32]),
     threads=st.sampled_from([1, 2]),
     timeout_s=st.just(240.0),
+    kernel_cache_dir=st.just(KERNEL_CACHE),
 )
 
 

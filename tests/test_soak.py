@@ -8,12 +8,14 @@ import pytest
 import soak
 from _soak import World
 
+from tests.training import KERNEL_CACHE
+
 STEPS = 100
 """About 20 s, most of which is compiling."""
 
 
 def test_a_short_soak_ends_with_the_bits_of_the_reference() -> None:
-    result = soak.soak(STEPS, seed=1)
+    result = soak.soak(STEPS, seed=1, kernel_cache=KERNEL_CACHE)
     assert result["steps"] == STEPS
     assert result["grown"] == []
     events = result["events"]
@@ -34,14 +36,15 @@ def test_a_lost_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(World, "check", step_behind_its_back)
     with pytest.raises(AssertionError, match="scale"):
-        soak.soak(10, seed=1)
+        soak.soak(10, seed=1, kernel_cache=KERNEL_CACHE)
 
 
 @pytest.mark.parametrize(("grown", "found"), [(0, []), (3 * 2**20, ["rss"])])
 def test_growth_is_found(monkeypatch: pytest.MonkeyPatch, grown: int, found: list[str]) -> None:
     """Nothing but the books: 40 samples of a run in which memory rises by `grown` over the second half."""
     samples = iter(
-        soak.Sample(step, 10**8 + max(0, step - 1000) * grown // 1000, 0, 9, 3) for step in range(50, 2001, 50)
+        soak.Sample(step, 10**8 + max(0, step - 1000) * grown // 1000, 0, 9, 3)
+        for step in range(50, 2001, 50)
     )
     monkeypatch.setattr(soak, "World", lambda *_: None)
     monkeypatch.setattr(soak, "_live", lambda *_: 50)

@@ -5,6 +5,7 @@ The reference is that of ``scripts/_reference.py``, whose names are passed on he
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -205,9 +206,18 @@ def use_lanes(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> list[LaneTra
     return made
 
 
+KERNEL_CACHE = os.environ.get("OFFLOAD_TEST_KERNEL_CACHE")
+"""Folder of compiled kernels, for quick runs of single tests."""
+
+
 def adamw(model: nn.Module | Iterable[Any], /, **options: Any) -> offload.AdamW:
     """An optimizer with small tiles, so that even small models have many."""
-    config = {"tile_numel": 4096, "timeout_s": 240.0, **options.pop("config", {})}
+    config = {
+        "tile_numel": 4096,
+        "timeout_s": 240.0,
+        "kernel_cache_dir": KERNEL_CACHE,
+        **options.pop("config", {}),
+    }
     params = two_groups(model) if isinstance(model, nn.Module) else model
     return offload.AdamW(
         params, **{"mode": "wavefront", "lr": 1e-3, **options}, config=offload.OffloadConfig(**config)
