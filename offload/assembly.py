@@ -147,6 +147,7 @@ def _make_stepper(
             flush_denormals=options.flush_denormals,
             fused_sums=options.fused_sums,
             clock=clock,
+            timeout_s=options.config.timeout_s,
         )
     config = options.config
     budget = configure_cpu_optimizer_threads(
@@ -189,7 +190,11 @@ def _make_stream_stepper(
     else:
         updater = HostUpdater(_make_backend(rule, (), budget, options))
     overlaps = mode == "chunked-stream"
-    transport = make_transport(device, options.config) if overlaps else InlineTransport(device)
+    transport = (
+        make_transport(device, options.config)
+        if overlaps
+        else InlineTransport(device, options.config.timeout_s)
+    )
     number = NUM_SLOTS if overlaps else 1
     return StreamStepper(
         transport=transport,

@@ -18,6 +18,7 @@ from offload.checkpoint import IncomingState, export_state, loaded_group, read_s
 from offload.distributed import local_shard
 from offload.errors import CheckpointError, ClosedError, ConfigError, ParameterError, StateError
 from offload.kernels.rule import KernelRule
+from offload.model_watch import ModelWatch
 from offload.parameters import ParamRecord, make_record
 from offload.prepare import Masters
 from offload.report import StepReport
@@ -50,6 +51,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         check_group: Callable[[Mapping[str, Any]], None],
         masters: Masters | None,
         options: Options,
+        model: torch.nn.Module | None = None,
     ) -> None:
         """Build state and engine.
 
@@ -59,15 +61,35 @@ class OffloadOptimizer(torch.optim.Optimizer):
             check_group: raises `ConfigError` where a hyperparameter of a param group is out of range.
             masters: FP32 values of cast parameters.
             options: mode, backend and so on.
+            model: its forward raises while weights of a half-done step are there; None: nobody looks.
         """
-        params = list(params)
+        with torch.inference_mode(False):  # state made inside could never be written outside
+            self._build(list(params), defaults, rule, check_group, masters, options)
+        me = weakref.ref(self)  # the model's hook must not keep the optimizer alive
+
+        def before_forward() -> None:
+            optimizer = me()
+            if optimizer is not None:
+                optimizer._before_forward()
+
+        self._model_watch = None if model is None else ModelWatch(model, before_forward)
+
+    def _build(
+        self,
+        params: list[Any],
+        defaults: dict[str, Any],
+        rule: KernelRule,
+        check_group: Callable[[Mapping[str, Any]], None],
+        masters: Masters | None,
+        options: Options,
+    ) -> None:
         if not params:
             raise ConfigError(
                 "params is empty: pass model.named_parameters(), model.parameters() or param groups"
             )
         self._engine: Engine | None = None
         self._rule, self._check_group = rule, check_group
-        super().__init__(params, defaults)
+        torch.optim.Optimizer.__init__(self, params, defaults)
         self._records: dict[torch.Tensor, ParamRecord] = {}
         self._next_key = 0  # of records: param groups may be rearranged by the user
         self._masters = masters
@@ -85,6 +107,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # Copied, so the caller may drop them; those of frozen parameters wait for the day when these are trained.
         self._masters = masters.without([record.param for record in records]) if masters is not None else None
         self._engine = engine
+        follow = weakref.WeakMethod(self._follow_groups)
+        engine.before_first = lambda: (method := follow()) and method()
         self._finalizer = weakref.finalize(self, engine.close)
         self._publish(records)
 
@@ -101,7 +125,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Raises:
             NoGradientError: no gradient came.
-            MidStepError: the last backward pass ended with an exception.
+            MidStepError: the last backward pass ended with an exception, or is still running in another thread.
+            StateError: a param group was removed since backward.
+            ParameterError: a parameter was replaced in the model (``model=`` was given).
             HyperparameterChangedError: a group changed after a part of this step was applied in backward.
             NonFiniteGradientError: with ``nonfinite="raise"``; nothing was changed.
             WorkerError: the worker failed, now or in backward.
@@ -114,14 +140,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "FP32 ones, which need none; call loss.backward() and step() directly"
             )
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._adopt_unfrozen()
-        engine.step()
-        self._follow_moved(engine)
-        for parameter, record in self._records.items():
-            self.state[parameter]["step"].fill_(record.num_steps)
+        with torch.inference_mode(False):
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._follow_groups()
+            if self._model_watch is not None:
+                self._model_watch.require_same(self._members())
+            self._adopt_unfrozen()
+            engine.step()
+            self._follow_moved(engine)
+            for record in self._members():
+                self.state[record.param]["step"].fill_(record.num_steps)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -157,7 +187,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         try:
             self._check_group(group)
             if self._engine is not None:
-                self._attach(self._make_records(group))
+                self._follow_groups()  # one of them may be back
+                with torch.inference_mode(False):
+                    self._attach(self._make_records(group))
         except BaseException:
             self.param_groups.pop()
             raise
@@ -241,14 +273,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         engine = self._open_engine()
         state_dict = self._prepared_by_hooks(state_dict)
+        self._follow_groups()
         incoming = read_state(state_dict, self.param_groups, self._records, self._rule.state_names)
         groups = self._loaded_groups(state_dict["param_groups"])
         engine.begin_loading()
         with hooks_set_aside(self, LOAD_HOOKS):
             super().load_state_dict({"state": {}, "param_groups": groups})
-        self._rebind_groups()
-        self._take_in(incoming)
-        self._publish(self._records.values())
+        self._follow_groups()  # loading replaced the dicts
+        with torch.inference_mode(False):
+            self._take_in(incoming)
+            self._publish(self._members())
         self.state.update(incoming.waiting)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -269,6 +303,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove hooks, end the worker, release memory; the weights stay as they are. Closing twice is fine."""
         self._engine = None
+        if self._model_watch is not None:
+            self._model_watch.close()
         if hasattr(self, "_finalizer"):
             self._finalizer()
         self.state.clear()
@@ -401,8 +437,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return groups
 
     def _take_in(self, incoming: IncomingState) -> None:
-        engine = self._open_engine()
-        for record in self._records.values():
+        engine, members = self._open_engine(), self._members()
+        for record in members:
             tensors = incoming.tensors[record.index]
             record.num_steps = incoming.steps[record.index]
             for name, view in engine.state(record).items():
@@ -410,14 +446,32 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     local_shard(view).copy_(tensors[name])
                 elif name != "master":
                     local_shard(view).zero_()
-        engine.take_masters([r for r in self._records.values() if "master" in incoming.tensors[r.index]])
+        engine.take_masters([record for record in members if "master" in incoming.tensors[record.index]])
 
-    def _rebind_groups(self) -> None:
-        """Loading replaced the group dicts."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._records:
-                    self._records[parameter].group = group
+    def _members(self) -> list[ParamRecord]:
+        """Parameters that stand in a group."""
+        return [record for record in self._records.values() if record.active]
+
+    def _follow_groups(self) -> None:
+        """Param groups belong to the user, who may remove, replace and rearrange them between steps.
+
+        A parameter without a group is left alone, as torch does; its state is kept for the day when it is back.
+        """
+        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        for parameter, record in self._records.items():
+            group = groups.get(parameter)
+            if group is None:
+                record.active = False
+                self.state.pop(parameter, None)
+                continue
+            record.group = group
+            if not record.active:
+                record.active = True
+                self._publish([record])
+
+    def _before_forward(self) -> None:
+        if self._engine is not None:
+            self._engine.require_untouched("a forward of the model")
 
 
 def _check_master(record: ParamRecord, master: torch.Tensor) -> None:

@@ -46,7 +46,9 @@ class AdamW(OffloadOptimizer):
             every bit as it was (``"skip"``), or raises before any change (``"raise"``).
         accumulation_steps: backward passes per step.
         flush_denormals: treat denormals as zero; False keeps them as torch does by default, up to 11 times slower.
-        overlap_forward, model: reserved for overlapping updates with the next forward; must stay False and may be None.
+        overlap_forward: reserved for overlapping updates with the next forward; must stay False.
+        model: the model that the parameters belong to. Its forward then raises `MidStepError` between a backward that
+            applied parts of a step and ``step()``, when weights are part old, part new. None: that is the caller's to avoid.
         config: see `OffloadConfig`.
 
     Raises:
@@ -93,7 +95,13 @@ class AdamW(OffloadOptimizer):
             "maximize": maximize,
         }
         super().__init__(
-            params, defaults, rule=AdamWRule, check_group=_check_adamw, masters=masters, options=options
+            params,
+            defaults,
+            rule=AdamWRule,
+            check_group=_check_adamw,
+            masters=masters,
+            options=options,
+            model=model,
         )
 
 
@@ -135,7 +143,13 @@ class SignSGD(OffloadOptimizer):
         )
         defaults = {"lr": lr, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(
-            params, defaults, rule=SignSGDRule, check_group=_check_common, masters=masters, options=options
+            params,
+            defaults,
+            rule=SignSGDRule,
+            check_group=_check_common,
+            masters=masters,
+            options=options,
+            model=model,
         )
 
 

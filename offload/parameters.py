@@ -38,6 +38,8 @@ class ParamRecord:
     source: Source
     num_steps: int = 0
     form: tuple[Any, ...] = ()
+    active: bool = True
+    """Whether it stands in a param group. One whose group was removed keeps its state, and is left alone."""
     seen: tuple[int, int, int] = (0, 0, 0)
 
     @property
@@ -143,6 +145,11 @@ def make_record(index: int, name: str | None, param: torch.Tensor, group: dict[s
         raise UnsupportedDtypeError(
             f"{label} is {local.dtype}; supported are torch.bfloat16 and torch.float32 (convert "
             "the model, or use offload.cast_compute_weights on an FP32 model)"
+        )
+    if local.is_inference():
+        raise ParameterError(
+            f"{label} was made under torch.inference_mode() and can never be trained; make the model outside of it, or "
+            "clone its parameters there"
         )
     if not _is_dense(local):
         raise ParameterError(

@@ -3,6 +3,9 @@
 A ``None`` there would be taken for "no gradient": ``torch.nn.utils.clip_grad_norm_`` would return 0 and clip nothing,
 without a word. So a tensor without storage takes its place until ``step()``, with the parameter's shape and dtype, and
 whatever reads it raises.
+
+One caller is served: autograd. A hook clears the sentinel before a gradient is accumulated, but where two threads run
+backward at a time, the other one's may have come between; then the new gradient is kept here, for the hook that follows.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from offload.errors import GradientError
 __all__ = ["GoneGradient", "MailboxGradient"]
 
 ADDITIONS = ("add_", "__iadd__")
+
+NO_TASK = -1
+"""What torch calls the running graph task where none is."""
 
 HARMLESS = (
     "size",
@@ -34,6 +40,7 @@ class GoneGradient(torch.Tensor):
     """A gradient that is not here any more. Any operation on it raises `GradientError`."""
 
     parameter_name: str
+    incoming: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, name: str) -> GoneGradient:
@@ -42,6 +49,7 @@ class GoneGradient(torch.Tensor):
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         sentinel.parameter_name = name
+        sentinel.incoming = None
         return sentinel
 
     def __init__(self, like: torch.Tensor, name: str) -> None:
@@ -63,6 +71,9 @@ class GoneGradient(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != NO_TASK:
+            args[0].incoming = args[1].clone()  # autograd may go on to use its own
+            return args[0]
         flat, _ = torch.utils._pytree.tree_flatten((args, kwargs or {}))
         name = next(value.parameter_name for value in flat if isinstance(value, cls))
         raise GradientError(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import offload
+from offload.config import MODES
 from offload.transfer.cuda import CudaTransport
 from offload.transfer.pinned import pinned_bytes
 from tests.training import (
@@ -221,3 +222,42 @@ def test_gradients_leave_the_device_in_backward() -> None:
             optimizer.synchronize()
             assert torch.cuda.memory_allocated() - before < 0.1 * gradient_bytes
             optimizer.step()
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "auto"])
+def test_f31_saving_and_loading_take_no_device_memory(mode: str) -> None:
+    """Not even for a moment: more than a few tiles would be a copy of the state."""
+    model = make_decoder(device="cuda", width=256)
+    offload.cast_compute_weights(model)
+    with adamw(model, mode=mode, config={"tile_numel": 1024}) as optimizer:
+        train(model, optimizer, batches(2, device="cuda"))
+        optimizer.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        saved = optimizer.state_dict()
+        assert all(
+            tensor.device.type == "cpu" for state in saved["state"].values() for tensor in state.values()
+        )
+        optimizer.load_state_dict(saved)
+        optimizer.synchronize()
+        state_bytes = sum(12 * p.numel() for p in model.parameters())
+        assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.max_memory_allocated() - before < 0.25 * state_bytes
+
+
+@pytest.mark.parametrize("mode", ["resident", "all-at-once", "chunked-sync", "chunked-stream"])
+def test_a_device_that_hangs_meets_the_deadline(mode: str) -> None:
+    """A kernel that takes seconds, and a limit of a tenth of one."""
+    model = make_decoder(device="cuda")
+    optimizer = adamw(model, mode=mode, config={"timeout_s": 0.1})
+    try:
+        train(model, optimizer, batches(2, device="cuda"))
+        loss_of(model, batches(1, device="cuda")[0]).backward()
+        torch.cuda._sleep(200 * CYCLES)
+        with pytest.raises(offload.DeadlineError, match=r"timeout_s=0\.1"):
+            optimizer.step()
+        with pytest.raises((offload.WorkerError, offload.MidStepError)):
+            optimizer.step()
+    finally:
+        torch.cuda.synchronize()
+        optimizer.close()

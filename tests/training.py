@@ -1,21 +1,20 @@
-"""A small decoder, its training loop, and the reference that a run is compared with, bit by bit.
+"""A small decoder, its training loop, and comparison with the reference, bit by bit.
 
-The reference is ``torch.optim.AdamW(fused=True)`` on flat FP32 copies, padded so that no element falls into torch's
-scalar tail, in a thread that flushes denormals as the optimizer's worker does. It is fed the FP32 sum of the very BF16
-gradients that the run produced: gradients are taken by a `Recorder` whose hooks run before the optimizer's.
+The reference is that of ``scripts/_reference.py``, whose names are passed on here.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from _reference import PAD, Recorder, Reference, hyper_by_name, memory_order, padded, random_delays
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -25,11 +24,30 @@ from offload import assembly
 from offload.transfer.host import LaneTransport
 from tests import oracles
 
-PAD = 64
-
-KERNEL_CACHE = str(Path(tempfile.gettempdir()) / "offload-test-kernels")
-"""Compiling takes most of a small test's time; the folder in it is named by the kernels' sources."""
-
+__all__ = [
+    "PAD",
+    "Block",
+    "Decoder",
+    "Recorder",
+    "Reference",
+    "adamw",
+    "assert_matches_reference",
+    "assert_same_bits",
+    "assert_same_snapshot",
+    "assert_weight_is_rounded_master",
+    "batches",
+    "hyper_by_name",
+    "loss_of",
+    "make_decoder",
+    "master_of",
+    "memory_order",
+    "padded",
+    "random_delays",
+    "snapshot",
+    "train",
+    "two_groups",
+    "use_lanes",
+]
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -105,92 +123,6 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-class Recorder:
-    """Copies every gradient as it arrives, before the optimizer takes it. Build it before the optimizer."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.gradients: dict[str, list[Tensor]] = {}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._keep(name))
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
-
-    def _keep(self, name: str) -> Callable[[Tensor], None]:
-        def keep(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                self.gradients.setdefault(name, []).append(parameter.grad.detach().clone())
-
-        return keep
-
-    def take(self) -> dict[str, list[Tensor]]:
-        """By parameter, the gradients since the last call, in order."""
-        taken, self.gradients = self.gradients, {}
-        return taken
-
-
-class Reference:
-    """Fused AdamW on padded flat FP32 copies of ``masters``; steps what got gradients, as torch does."""
-
-    def __init__(self, masters: dict[str, Tensor], *, flush: bool = True) -> None:
-        self._thread = ThreadPoolExecutor(1, initializer=torch.set_flush_denormal, initargs=(flush,))
-        self._numel = {name: master.numel() for name, master in masters.items()}
-        self._masters = {name: nn.Parameter(padded(master)) for name, master in masters.items()}
-        self._optimizers = {
-            name: torch.optim.AdamW([master], fused=True) for name, master in self._masters.items()
-        }
-
-    def step(
-        self, gradients: dict[str, list[Tensor]], hyper: dict[str, dict[str, Any]], coef: float = 1.0
-    ) -> None:
-        """Gradients by name, one per micro-batch; hyperparameters by name, as in a param group."""
-        self._thread.submit(self._step, gradients, hyper, coef).result()
-
-    def _step(
-        self, gradients: dict[str, list[Tensor]], hyper: dict[str, dict[str, Any]], coef: float
-    ) -> None:
-        for name, parts in gradients.items():
-            optimizer = self._optimizers[name]
-            names = ("lr", "betas", "eps", "weight_decay", "maximize")
-            optimizer.param_groups[0].update({key: hyper[name][key] for key in names})
-            total = memory_order(parts[0]).float()
-            for part in parts[1:]:
-                total = total + memory_order(part).float()
-            self._masters[name].grad = padded(total * torch.tensor(coef, dtype=torch.float32))
-            optimizer.step()
-
-    def state(self, name: str) -> dict[str, Tensor]:
-        """Flat FP32 ``master``, ``exp_avg``, ``exp_avg_sq``."""
-        numel, master = self._numel[name], self._masters[name]
-        state = self._optimizers[name].state.get(master, {})
-        zero = torch.zeros(numel)
-        return {
-            "master": master.detach()[:numel],
-            "exp_avg": state.get("exp_avg", zero)[:numel],
-            "exp_avg_sq": state.get("exp_avg_sq", zero)[:numel],
-        }
-
-
-def padded(tensor: Tensor) -> Tensor:
-    flat = memory_order(tensor).float().cpu()
-    return F.pad(flat, (0, -flat.numel() % PAD)).clone()
-
-
-def memory_order(tensor: Tensor) -> Tensor:
-    """The tensor's elements in the order of its storage."""
-    tensor = tensor.detach()
-    return (
-        tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-        if tensor.numel()
-        else tensor.flatten()
-    )
-
-
-def hyper_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {names[p]: group for group in optimizer.param_groups for p in group["params"]}
-
-
 def train(
     model: nn.Module,
     optimizer: Any,
@@ -263,15 +195,6 @@ def assert_same_snapshot(
             assert torch.equal(actual[name][kind], tensor), f"{name}: {kind} differs"
 
 
-def random_delays(seed: int, most_s: float = 0.002) -> Callable[[str, int], float]:
-    """Delays that depend on nothing but the seed, the lane and the transfer's index."""
-
-    def delay(lane: str, index: int) -> float:
-        return float(np.random.default_rng([seed, len(lane), index]).random() ** 4 * most_s)
-
-    return delay
-
-
 def use_lanes(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> list[LaneTransport]:
     """Let optimizers built from now on use the asynchronous fake; the list names those made."""
     made: list[LaneTransport] = []
@@ -284,11 +207,17 @@ def use_lanes(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> list[LaneTra
     return made
 
 
-def adamw(model: nn.Module | Iterable[Any], **options: Any) -> offload.AdamW:
+KERNEL_CACHE = os.environ.get(
+    "OFFLOAD_TEST_KERNEL_CACHE", str(Path(tempfile.gettempdir()) / "offload-test-kernels")
+)
+"""Compiling takes most of a small test's time. A folder inside is named by the kernels' sources."""
+
+
+def adamw(model: nn.Module | Iterable[Any], /, **options: Any) -> offload.AdamW:
     """An optimizer with small tiles, so that even small models have many."""
     config = {
         "tile_numel": 4096,
-        "timeout_s": 120.0,
+        "timeout_s": 240.0,
         "kernel_cache_dir": KERNEL_CACHE,
         **options.pop("config", {}),
     }

@@ -20,50 +20,59 @@ __all__ = ["BackwardWatch"]
 
 logger = logging.getLogger(__name__)
 
-NO_TASK = -1
-
 
 class BackwardWatch:
     """Calls `on_end` once after each outermost backward pass in which `note_fire` was called.
 
-    A backward that raises has no end, because autograd runs no callbacks then: `interrupted` tells.
+    A backward that raises has no end: `interrupted` tells. Every method may be called from any thread, hooks of one
+    optimizer one at a time.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
-        self._task = NO_TASK
-        self._open_task = NO_TASK
+        self._open: set[int] = set()  # outermost passes that have begun
+        self._known: set[int] = set()  # these, and passes nested in them
+        self._lost = False
         self._warned = False
 
     @property
     def interrupted(self) -> bool:
-        """Outside backward: whether the last pass never ended."""
-        return self._open_task != NO_TASK
+        """Outside backward: whether a pass never ended."""
+        return self._lost or self.running
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass has begun and neither ended nor been given up by autograd: in another thread, seen from outside."""
+        return bool(self._open)
 
     def follows_interruption(self) -> bool:
-        """In a hook: whether this is a new pass though the last one never ended."""
+        """In a hook: whether this is a new pass though an earlier one was cut short."""
         task = torch._C._current_graph_task_id()
-        return (
-            self.interrupted
-            and task not in (self._task, self._open_task)
-            and not _is_nested(sys._getframe(1))
-        )
+        return self._lost and task not in self._known and not _is_nested(sys._getframe(1))
 
     def note_fire(self) -> None:
         """To be called in every gradient hook whose gradient is taken."""
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            if task != self._open_task and not _is_nested(sys._getframe(1)):
-                self._queue_end(task)
+        if task in self._known:
+            return
+        if _is_nested(sys._getframe(1)):
+            self._known.add(task)
+            return
+        if not self._open:
+            self._known.clear()
+        self._known.add(task)
+        self._lost = False
+        self._queue_end(task)
 
     def reset(self) -> None:
-        """Forget a pass that was cut short."""
-        self._task = self._open_task = NO_TASK
+        """Forget passes that were cut short."""
+        self._open.clear()
+        self._known.clear()
+        self._lost = False
 
     def _queue_end(self, task: int) -> None:
         try:
-            Variable._execution_engine.queue_callback(self._let_others_end)
+            Variable._execution_engine.queue_callback(_PassEnd(self, task))
         except RuntimeError as error:
             if not self._warned:
                 self._warned = True
@@ -73,15 +82,46 @@ class BackwardWatch:
                     error,
                 )
         else:
-            self._open_task = task
+            self._open.add(task)
 
-    def _let_others_end(self) -> None:
-        """FSDP reduces its last gradients in a callback of its own, which may have been queued after ours."""
-        Variable._execution_engine.queue_callback(self._end)
-
-    def _end(self) -> None:
-        self.reset()
+    def ended(self, task: int) -> None:
+        """The pass is over."""
+        self._open.discard(task)
         self._on_end()
+
+    def lost(self, task: int) -> None:
+        """The pass was given up."""
+        if task in self._open:
+            self._open.discard(task)
+            self._lost = True
+
+
+class _PassEnd:
+    """What autograd calls at the end of a pass, or lets go of when the pass raised.
+
+    It asks to be called once more, and last: FSDP reduces its last gradients in a callback of its own, which may have been
+    queued after ours.
+    """
+
+    __slots__ = ("_is_last", "_task", "_watch")
+
+    def __init__(self, watch: BackwardWatch, task: int) -> None:
+        self._watch: BackwardWatch | None = watch
+        self._task = task
+        self._is_last = False
+
+    def __call__(self) -> None:
+        if not self._is_last:
+            self._is_last = True
+            Variable._execution_engine.queue_callback(self)
+            return
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.ended(self._task)
+
+    def __del__(self) -> None:
+        if self._watch is not None:
+            self._watch.lost(self._task)
 
 
 def _is_nested(frame: FrameType | None) -> bool:

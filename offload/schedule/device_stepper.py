@@ -23,6 +23,7 @@ from offload.schedule.device_gradients import DeviceGradients
 from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
+from offload.transfer.deadline import synchronize_device
 
 __all__ = ["DeviceStepper"]
 
@@ -48,6 +49,7 @@ class DeviceStepper:
         device: where parameters and state are.
         updater: computes there.
         flush_denormals: as for the host kernels.
+        timeout_s: longest wait for the device, in seconds.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class DeviceStepper:
         flush_denormals: bool,
         fused_sums: bool,
         clock: StageClock,
+        timeout_s: float,
     ) -> None:
+        self._timeout_s = timeout_s
         self._device, self._updater, self._clock = device, updater, clock
         self._fused_sums = fused_sums
         self._gradients = DeviceGradients(flush_denormals=flush_denormals)
@@ -153,8 +157,12 @@ class DeviceStepper:
         return BlockSums(sums.cpu().numpy(), nonfinite.cpu().numpy())
 
     def finish(self) -> None:
-        """See `Stepper.finish`."""
-        torch.cuda.synchronize(self._device)
+        """See `Stepper.finish`.
+
+        Raises:
+            DeadlineError: the device does not come to rest.
+        """
+        synchronize_device(self._device, self._timeout_s)
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""

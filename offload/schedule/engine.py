@@ -19,8 +19,9 @@ Life of a step::
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +84,12 @@ class Engine:
         self._ranks = ranks
         self._tile_numel, self._chunk_by = tile_numel, chunk_by
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
-        self._watch = BackwardWatch(self._ledger.end_backward)
+        self._receiving = (
+            threading.RLock()
+        )  # several threads may run backward at a time; its holder's waits have deadlines
+        self._watch = BackwardWatch(_locked(self._receiving, self._ledger.end_backward))
+        #: Called before a step's first gradient is taken: the front looks for changed param groups.
+        self.before_first: Callable[[], None] = _nothing
         self._hooks: list[RemovableHandle] = []
         self._hyper: HyperRows | None = None
         self._begun = False
@@ -135,15 +141,17 @@ class Engine:
         """Before a gradient is accumulated the sentinel of the last one must go; afterwards the gradient is taken."""
 
         def before(gradient: torch.Tensor) -> None:
-            fires = self._ledger.fires(record.index)
-            if fires and record.source.dropped:
-                raise MidStepError(messages.dropped(record.name))
-            record.source.before(gradient, more=fires > 0 or self._expects_more)
+            with self._receiving:
+                fires = self._ledger.fires(record.index)
+                if fires and record.source.dropped:
+                    raise MidStepError(messages.dropped(record.name))
+                record.source.before(gradient, more=fires > 0 or self._expects_more)
 
         def after(parameter: torch.Tensor) -> None:
             start = time.perf_counter()
-            self._receive(record)
-            self._hook_seconds += time.perf_counter() - start
+            with self._receiving:
+                self._receive(record)
+                self._hook_seconds += time.perf_counter() - start
 
         parameter = record.param
         return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
@@ -153,6 +161,10 @@ class Engine:
     def _receive(self, record: ParamRecord) -> None:
         """A gradient has come: take it out of ``param.grad`` and pass it on. Runs inside backward."""
         if self._closed:
+            return
+        if not self._begun:
+            self.before_first()
+        if not record.active:
             return
         if self._ledger.fires(record.index) and record.source.dropped:
             raise MidStepError(messages.dropped(record.name))
@@ -166,6 +178,8 @@ class Engine:
             )
         if self._ledger.is_extra(record.index):
             declared, step = self.policy.accumulation_steps, self.num_steps + 1
+            if self._ledger.fires_twice(record.index):
+                raise GradientError(messages.second_fire(record.name, step, self._applied))
             raise UndeclaredBackwardError(messages.extra_backward(record.name, declared, step, self._applied))
         self._watch.note_fire()
         try:
@@ -237,9 +251,10 @@ class Engine:
         self._worker.raise_error()
         self._require_whole("step()")
         if self._watch.interrupted and self._ledger.touched:
-            raise MidStepError(
-                messages.unfinished("the last backward pass ended with an exception", self._stuck)
-            )
+            why = "is still running" if self._watch.running else "ended with an exception"
+            raise MidStepError(messages.unfinished(f"the last backward pass {why}", self._stuck))
+        if removed := [record.name for record in self._fired() if not record.active]:
+            raise StateError(messages.removed(removed))
         self._take_assigned_gradients()
         self._require_sentinels()
         if not self.num_steps:
@@ -354,6 +369,8 @@ class Engine:
         """Gradients that stand in ``param.grad``: left there by their source, assigned by hand, or made while no hook
         was there."""
         for record in self.records.values():
+            if not record.active:
+                continue
             counted = record.source.stays  # its hook was called
             gradients = record.source.standing()
             if gradients and self._ledger.is_stepped(record.index) and self.policy.speculative:
@@ -508,7 +525,7 @@ class Engine:
     def take_masters(self, written: Sequence[ParamRecord]) -> None:
         """After state was loaded: weights of `written` come from their masters, masters of all others from the weights."""
         mastered = {record.index for record in written}
-        others = [record for index, record in self.records.items() if index not in mastered]
+        others = [r for index, r in self.records.items() if index not in mastered and r.active]
         self._stepper.load_weights(others, force=True)
         self._stepper.store_weights(written)
         for record in self.records.values():
@@ -554,6 +571,20 @@ class Engine:
 
     def _fired(self) -> list[ParamRecord]:
         return [record for index, record in self.records.items() if self._ledger.fires(index)]
+
+
+def _locked(lock: threading.RLock, function: Callable[[], None]) -> Callable[[], None]:
+    """`function` under `lock`; holds no engine, so that a closed one goes at once."""
+
+    def call() -> None:
+        with lock:
+            function()
+
+    return call
+
+
+def _nothing() -> None:
+    """Nobody asked to be called."""
 
 
 def _block_range(span: Span) -> tuple[int, int]:

@@ -14,7 +14,10 @@ from offload.layout import Chunk
 from offload.parameters import ParamRecord
 from offload.schedule.stepper import Rows
 
-__all__ = ["HyperRows", "make_rows"]
+__all__ = ["HYPERPARAMETERS", "HyperRows", "make_rows"]
+
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "maximize")
+"""What rules read of a param group. Other keys are the user's own, or a scheduler's, and may change at any time."""
 
 
 class HyperRows:
@@ -22,7 +25,7 @@ class HyperRows:
 
     def __init__(self, rule: Rule, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]) -> None:
         self._rule, self._records = rule, records
-        self._before = _groups(records)
+        self._before = _values(records)
         self.rows = dict(make_rows(rule, chunks, records))
 
     def add(self, chunks: Sequence[Chunk]) -> None:
@@ -35,13 +38,15 @@ class HyperRows:
         Raises:
             HyperparameterChangedError: names the hyperparameter, the old and the new value.
         """
-        for before, now in zip(self._before, _groups(self._records), strict=False):
-            for key in before.keys() & now.keys():
-                if before[key] != now[key]:
-                    raise HyperparameterChangedError(
-                        f"{key} changed from {before[key]!r} to {now[key]!r} after parts of this step were applied "
-                        f"during backward ({applied}); change hyperparameters after step() or before backward"
-                    )
+        for index, now in _values(self._records).items():
+            before = self._before.get(index, now)  # parameters that came later are not applied early
+            if before is now or before == now:
+                continue
+            key = next(key for key in now if before.get(key) != now[key])
+            raise HyperparameterChangedError(
+                f"{key} changed from {before.get(key)!r} to {now[key]!r} after parts of this step were applied "
+                f"during backward ({applied}); change hyperparameters after step() or before backward"
+            )
 
 
 def make_rows(
@@ -63,13 +68,17 @@ def _chunk_rows(
     return np.array(rows, np.float32).reshape(len(rows), rule.num_columns)
 
 
-def _groups(records: Mapping[int, ParamRecord]) -> list[dict[str, Any]]:
-    groups = {id(record.group): record.group for record in records.values()}
-    return [
-        {key: _value(value) for key, value in group.items() if key != "params"} for group in groups.values()
-    ]
+def _values(records: Mapping[int, ParamRecord]) -> dict[int, dict[str, Any]]:
+    """By parameter, the hyperparameters of its group now; parameters of one group share one dict."""
+    by_group = {
+        id(record.group): {key: _plain(record.group[key]) for key in HYPERPARAMETERS if key in record.group}
+        for record in records.values()
+    }
+    return {index: by_group[id(record.group)] for index, record in records.items()}
 
 
-def _value(value: Any) -> Any:
-    """Tensors by value: they are changed in place."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+def _plain(value: Any) -> Any:
+    """By value: tensors and lists may be changed in place."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value

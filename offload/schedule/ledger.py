@@ -124,6 +124,10 @@ class Ledger:
             return True
         return not self._in_accumulate and self.complete
 
+    def fires_twice(self, param: int) -> bool:
+        """Whether `param` had a gradient of the running backward pass already, as far as ends of passes were seen."""
+        return self._ends_are_seen and not self.complete and self.fires(param) > self._backwards
+
     def is_stepped(self, param: int) -> bool:
         """Whether the step's last gradient of `param` went into an early update."""
         return param in self._stepped

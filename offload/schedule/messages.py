@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["extra_backward", "mixture", "no_gradient", "no_way_back", "some", "unfinished"]
+__all__ = [
+    "cut_short",
+    "dropped",
+    "extra_backward",
+    "mixture",
+    "no_gradient",
+    "no_way_back",
+    "removed",
+    "second_fire",
+    "some",
+    "unfinished",
+]
 
 SHOWN = 4
 
@@ -33,6 +44,25 @@ def extra_backward(parameter: str, declared: int, step: int, applied: Sequence[s
         f"Call step() after {declared} backward pass(es), or declare more: accumulation_steps={declared + 1}, or "
         "`with opt.accumulate(): loss.backward()` for all but the last. The gradient was dropped; step() still applies "
         "what came before it"
+    )
+
+
+def second_fire(parameter: str, step: int, applied: Sequence[str]) -> str:
+    """A second gradient in one backward pass, after the first was taken for the last."""
+    return (
+        f"{parameter} got two gradients in one backward pass, and the first of them was taken for the whole one, as in the "
+        f"steps before, and applied to step {step} ({some(applied) or 'its tile waits for others'}). That happens where a "
+        "weight begins to be used both inside and outside of a checkpoint with use_reentrant=True: use "
+        "use_reentrant=False, or let it be so from the first step on. To go on, load the last checkpoint of model and "
+        "optimizer (load_state_dict)"
+    )
+
+
+def removed(names: Sequence[str]) -> str:
+    """Param groups were removed while a step was under way."""
+    return (
+        f"the param group of {some(names)} was removed between backward and step(), when its gradients had left for the "
+        "optimizer already: put it back and call step(), or remove groups before backward"
     )
 
 

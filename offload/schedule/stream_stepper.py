@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.errors import StateError
+from offload.errors import DeadlineError, StateError
 from offload.kernels.device import TileTensors
 from offload.kernels.rule import Rule
 from offload.layout import ALIGN, Chunk, Piece
@@ -31,6 +31,7 @@ from offload.schedule.stream_tiles import StreamState, StreamTile, fill_zero
 from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
 from offload.schedule.worker import Call, Worker
+from offload.transfer.deadline import synchronize_device
 from offload.transfer.transport import Ready, Transport
 
 __all__ = ["BUFFER_BYTES", "NUM_SLOTS", "StreamStepper", "stream_tile_numel"]
@@ -220,11 +221,19 @@ class StreamStepper:
             self._do(lambda: self._conveyor.run(trips))
 
     def finish(self) -> None:
-        """See `Stepper.finish`."""
+        """See `Stepper.finish`.
+
+        Raises:
+            DeadlineError: the device does not come to rest; the optimizer cannot go on.
+        """
         with self._clock.stage("wait_state"):
+            if self._on_gpu:  # first, because the conveyor's waits for events have no deadline
+                try:
+                    synchronize_device(self._transport.device, self._worker.timeout_s)
+                except DeadlineError as error:
+                    self._worker.fail(error)
+                    raise
             self._do(self._conveyor.finish)
-            if self._on_gpu:
-                torch.cuda.synchronize(self._transport.device)
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""

@@ -110,7 +110,8 @@ class Worker:
 
     def __init__(self, name: str, *, depth: int, timeout_s: float) -> None:
         self._inbox: Backlog[Any] = Backlog(depth)
-        self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
+        #: Deadline of every wait for the worker, in seconds.
+        self.timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._outcome = _Outcome()
         self._closed = False
         self._pid = os.getpid()
@@ -157,7 +158,7 @@ class Worker:
         """Queue `job`; blocks while the queue is full. Never raises the worker's errors: hooks call this."""
         if self.failed or self._closed:
             job.drop(self._outcome.error or ClosedError("the optimizer is closed"))
-        elif not self._inbox.put(job, self._timeout_s):
+        elif not self._inbox.put(job, self.timeout_s):
             error = self._late("took no job")
             self._outcome.fail(error)
             job.drop(error)
@@ -182,7 +183,7 @@ class Worker:
         self.submit(call)
         try:
             error = call.future.exception(
-                self._timeout_s
+                self.timeout_s
             )  # not result(): errors that are timeouts are told apart
         except FutureTimeout:
             self._outcome.fail(self._late("did not finish"))
@@ -212,7 +213,7 @@ class Worker:
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(
-            f"the offload worker {what} within {self._timeout_s} s (config.timeout_s); it may hang in "
+            f"the offload worker {what} within {self.timeout_s} s (config.timeout_s); it may hang in "
             "a copy or a kernel, or the machine is overloaded"
         )
 

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.errors import ClosedError, ConfigError, DeadlineError
+from offload.errors import ClosedError, ConfigError
+from offload.transfer.deadline import run_within
 from offload.transfer.transport import Copy, Ready, Signal, Transfer, check_copies
 
 __all__ = ["CudaTransport"]
@@ -126,23 +127,13 @@ class CudaTransport:
 
     def synchronize(self) -> None:
         """Block until both streams are empty, at most ``timeout_s``."""
-        failures: list[BaseException] = []
 
         def drain() -> None:
-            try:
-                with torch.cuda.device(self.device):
-                    self._to_host.synchronize()
-                    self._to_device.synchronize()
-            except BaseException as error:  # noqa: BLE001 - carried to the calling thread
-                failures.append(error)
+            with torch.cuda.device(self.device):
+                self._to_host.synchronize()
+                self._to_device.synchronize()
 
-        drainer = threading.Thread(target=drain, name="offload-drain", daemon=True)
-        drainer.start()
-        drainer.join(self._timeout_s)
-        if drainer.is_alive():
-            raise DeadlineError(f"copies on {self.device} did not end within timeout_s={self._timeout_s} s")
-        if failures:
-            raise failures[0]
+        run_within(self._timeout_s, drain, f"copies on {self.device}")
 
     def close(self) -> None:
         """Drain the streams. Closing twice is fine; transfers issued before can still be waited for."""

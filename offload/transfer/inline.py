@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from offload.transfer.deadline import synchronize_device
 from offload.transfer.host import HostTransport, LaneName
 from offload.transfer.transport import Copy, Ready, Transfer, check_copies
 
@@ -19,9 +20,10 @@ class InlineTransport(HostTransport):
     waited for on one stream.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
-        """``device``: any; on the CPU this is a :class:`HostTransport`."""
+    def __init__(self, device: torch.device | str, timeout_s: float = 600.0) -> None:
+        """``device``: any; on the CPU this is a :class:`HostTransport`. ``timeout_s``: longest wait for a GPU."""
         super().__init__(device)
+        self._timeout_s = timeout_s
         self._num_issued = 0
         self._num_ended = 0
 
@@ -43,7 +45,7 @@ class InlineTransport(HostTransport):
     def synchronize(self) -> None:
         """Block until the device is idle: then all that was issued has ended."""
         if self._num_ended < self._num_issued:
-            torch.cuda.synchronize(self.device)
+            synchronize_device(self.device, self._timeout_s)
             self._num_ended = self._num_issued
 
     def close(self) -> None:

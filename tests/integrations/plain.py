@@ -7,7 +7,6 @@ float64 sum as ours is: torch's own ``clip_grad_norm_`` takes it in FP32, which 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import offload
+from tests.training import KERNEL_CACHE
 
-SMALL = offload.OffloadConfig(tile_numel=4096, kernel_cache_dir=os.environ.get("OFFLOAD_TEST_KERNEL_CACHE"))
+SMALL = offload.OffloadConfig(tile_numel=4096, kernel_cache_dir=KERNEL_CACHE)
 """So small that even these models have several tiles. With a folder for compiled kernels repeated runs are faster."""
 
 WIDTH = 64
