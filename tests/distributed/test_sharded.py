@@ -252,17 +252,14 @@ def test_f32_f30_empty_and_uneven_shards_are_as_unsharded(ranks: Ranks, mode: st
 # Order of construction
 
 
-def masters_of_a_model_that_is_sharded_later(when: str) -> None:
-    """FP32 values that BF16 cannot hold reach the shards, whether the model is cast before or after it is sharded."""
+def masters_of_a_model_that_is_sharded_later(mode: str) -> None:
+    """FP32 values that BF16 cannot hold reach the shards of a model that is sharded after the cast."""
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 3))
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    if when == "after":
-        fully_shard(model)
     masters = offload.cast_compute_weights(model)
-    if when == "before":
-        fully_shard(model)
-    with optimizer_over(model, "wavefront", masters=masters) as optimizer:
+    fully_shard(model)
+    with optimizer_over(model, mode, masters=masters) as optimizer:
         for name, parameter in model.named_parameters():
             assert parameter.dtype == torch.bfloat16
             assert torch.equal(whole(optimizer.state[parameter]["master"]), values[name])
@@ -270,11 +267,13 @@ def masters_of_a_model_that_is_sharded_later(when: str) -> None:
         optimizer.step()
     with pytest.raises(offload.ConfigError, match=r"masters.*named_parameters"):
         offload.AdamW(nn.Linear(2, 2, dtype=torch.bfloat16).parameters(), masters=masters, mode="wavefront")
+    with pytest.raises(offload.ParameterError, match=r"weight is sharded already.*before fully_shard"):
+        offload.cast_compute_weights(fully_shard(nn.Linear(4, 4)))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_masters_of_a_sharded_model(ranks: Ranks, when: str) -> None:
-    ranks.run(masters_of_a_model_that_is_sharded_later, 4, when)
+@pytest.mark.parametrize("mode", ["wavefront", "resident", "chunked-sync"])
+def test_masters_of_a_sharded_model(ranks: Ranks, mode: str) -> None:
+    ranks.run(masters_of_a_model_that_is_sharded_later, 2, mode)
 
 
 def optimizer_before_shards(part: str) -> None:
