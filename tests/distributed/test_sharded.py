@@ -22,6 +22,7 @@ from tests.distributed.training import (
     state_bits,
     train_beside_reference,
     whole,
+    whole_gradients,
 )
 from tests.training import Recorder, batches, loss_of
 
@@ -247,6 +248,66 @@ def tiny_shards(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_f32_f30_empty_and_uneven_shards_are_as_unsharded(ranks: Ranks, mode: str) -> None:
     ranks.run(tiny_shards, 4, mode)
+
+
+# Sentinels, and the other front
+
+
+def sentinels() -> None:
+    """A gradient that has left a shard is not to be read, nor dropped by others; hooks before ours see each one."""
+    model = sharded_decoder()
+    seen: list[torch.Tensor] = []
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    with optimizer_over(model, "wavefront", accumulation_steps=2) as optimizer:
+        for _ in range(2):
+            loss_of(model, batches(1)[0]).backward()
+        assert torch.equal(*seen)
+        with pytest.raises(offload.GradientError, match="max_grad_norm"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.zero_grad()
+        with pytest.raises(offload.MidStepError, match=r"zero_grad\(\) of the optimizer"):
+            optimizer.step()
+
+
+def test_where_a_sharded_gradient_has_left_a_sentinel_stands(ranks: Ranks) -> None:
+    ranks.run(sentinels, 2)
+
+
+def dropped_between_micro_batches() -> None:
+    model = sharded_decoder()
+    with optimizer_over(model, "wavefront", accumulation_steps=2) as optimizer:
+        loss_of(model, batches(1)[0]).backward()
+        model.zero_grad()
+        with pytest.raises(offload.MidStepError, match=r"zero_grad\(\) of the optimizer"):
+            loss_of(model, batches(1)[0]).backward()
+        assert optimizer.last_step is None
+
+
+def test_sharded_gradients_dropped_between_micro_batches_are_noticed(ranks: Ranks) -> None:
+    ranks.run(dropped_between_micro_batches, 2)
+
+
+def sign_sgd() -> None:
+    """``p (1 - lr wd) - lr sign(g)`` of the whole gradients, in every mode."""
+    for mode in MODES:
+        model = sharded_decoder(fp32=True)
+        recorder = Recorder(model)
+        expected = {name: whole(parameter) for name, parameter in model.named_parameters()}
+        config = offload.OffloadConfig(tile_numel=1024, threads=1, timeout_s=30.0)
+        options: dict[str, Any] = {"mode": mode, "backend": "torch", "config": config}
+        with offload.SignSGD(model.named_parameters(), lr=0.25, weight_decay=0.5, **options) as optimizer:
+            for ids in batches(2):
+                loss_of(model, ids.roll(dist.get_rank(), 1)).backward()
+                for name, (gradient,) in whole_gradients(recorder).items():
+                    expected[name] = expected[name] * 0.875 - 0.25 * gradient.sign()
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(whole(parameter), expected[name]), name
+
+
+def test_sign_sgd_in_every_mode(ranks: Ranks) -> None:
+    ranks.run(sign_sgd, 2)
 
 
 # Order of construction
