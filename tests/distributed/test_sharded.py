@@ -310,6 +310,27 @@ def test_sign_sgd_in_every_mode(ranks: Ranks) -> None:
     ranks.run(sign_sgd, 2)
 
 
+def any_optimizer() -> None:
+    """Torch's own optimizer, and the same with its state on the host."""
+    ends = []
+    for mode in (None, "all-at-once", "chunked-sync", "chunked-stream"):
+        model = sharded_decoder(fp32=True)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if mode is not None:
+            optimizer = offload.CPUOffloadOptimizer(optimizer, mode=mode)
+        for ids in batches(2):
+            loss_of(model, ids.roll(dist.get_rank(), 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({name: whole(parameter) for name, parameter in model.named_parameters()})
+    for end in ends[1:]:
+        assert_equal(end, ends[0])
+
+
+def test_the_state_of_any_optimizer_over_shards(ranks: Ranks) -> None:
+    ranks.run(any_optimizer, 2)
+
+
 # Order of construction
 
 
