@@ -64,8 +64,12 @@ class ParamRecord:
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """A view of the flat range `flat` with the parameter's shape, strides and sharding."""
-        local = local_shard(self.param)
-        return shard_like(self.param, flat.as_strided(local.shape, local.stride()))
+        return shard_like(self.param, self.local(flat))
+
+    def local(self, flat: torch.Tensor) -> torch.Tensor:
+        """A view of the flat range `flat` with the shape and strides of the parameter's local shard."""
+        shard = local_shard(self.param)
+        return flat.as_strided(shard.shape, shard.stride())
 
     def flat_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient` as a 1-D tensor in the parameter's memory order; copied only where its strides differ.

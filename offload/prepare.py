@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from offload.distributed import local_shard, shard_of
-from offload.errors import ConfigError, UnsupportedDtypeError
+from offload.distributed import shard_of
+from offload.errors import ConfigError, ParameterError, UnsupportedDtypeError
 
 __all__ = ["Masters", "cast_compute_weights"]
 
@@ -73,6 +74,7 @@ def cast_compute_weights(
     Raises:
         ConfigError: `dtype` is neither; `keep_fp32` is no regular expression.
         UnsupportedDtypeError: a parameter is on the meta device.
+        ParameterError: a parameter is sharded already.
     """
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"dtype={dtype}: compute weights are torch.bfloat16 or torch.float32")
@@ -82,12 +84,17 @@ def cast_compute_weights(
         return masters
     chosen = {name: p for name, p in model.named_parameters() if p.dtype is torch.float32 and not keep(name)}
     for name, parameter in chosen.items():
+        if isinstance(parameter, DTensor):
+            raise ParameterError(
+                f"{name} is sharded already, and FSDP keeps a reference to its shard: cast the model before fully_shard; "
+                "the masters are found by name then (pass model.named_parameters() to the optimizer)"
+            )
         if parameter.device.type == "meta":
             raise UnsupportedDtypeError(
                 f"{name} is on the meta device: materialize the model before casting it"
             )
     for name, parameter in chosen.items():
-        masters.add(name, parameter, local_shard(parameter).to("cpu", copy=True))
+        masters.add(name, parameter, parameter.detach().to("cpu", copy=True))
         parameter.data = parameter.data.to(dtype)
     return masters
 

@@ -37,6 +37,10 @@ class Source(Protocol):
         """Whether the gradient of a hook was left in ``param.grad``, to be taken at ``step()``."""
 
     @property
+    def filled(self) -> bool:
+        """Whether a gradient stands in ``param.grad``."""
+
+    @property
     def dropped(self) -> bool:
         """Whether somebody removed from ``param.grad`` what this source had left there."""
 
@@ -69,6 +73,11 @@ class HookSource:
         self._placed = False
 
     @property
+    def filled(self) -> bool:
+        """See `Source.filled`."""
+        return self._param.grad is not None and self._param.grad is not self._gone
+
+    @property
     def dropped(self) -> bool:
         """See `Source.dropped`."""
         return self._placed and self._param.grad is not self._gone
@@ -80,7 +89,7 @@ class HookSource:
     def take(self) -> torch.Tensor | None:
         """See `Source.take`."""
         gradient = self._param.grad
-        if gradient is None or gradient is self._gone:
+        if gradient is None or not self.filled:
             return None
         if self._gone is None:
             self._gone = self._sentinel(gradient)
@@ -146,6 +155,11 @@ class WatchedSource:
     def stays(self) -> bool:
         """See `Source.stays`."""
         return self._seen is not None
+
+    @property
+    def filled(self) -> bool:
+        """See `Source.filled`."""
+        return self._hook.filled
 
     @property
     def dropped(self) -> bool:

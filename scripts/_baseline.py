@@ -2,7 +2,8 @@
 
 This is as fast as torch alone gets with BF16 weights and FP32 state. Gradients are widened to FP32 for a
 bucket of parameters at a time, in one multi-tensor call, into a scratch buffer that all buckets share: no
-second, FP32 copy of all gradients ever exists, and each fused step still covers many tensors.
+second, FP32 copy of all gradients ever exists, and each fused step still covers many tensors. Under FSDP2 all
+of this is about the rank's shards.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from offload.distributed import local_shard, shard_of
 
 BUCKET_NUMEL = 1 << 28  # 1 GiB of FP32 gradients; a larger parameter is a bucket of its own
 
@@ -66,8 +71,11 @@ class ResidentAdamW:
         if self.max_grad_norm is None:
             return None
         grads = [w.grad for w in self._weights if w.grad is not None]
-        norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-        return (self.max_grad_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+        norms = torch._foreach_norm([local_shard(grad) for grad in grads], 2, dtype=torch.float32)
+        square_sum = torch.stack(norms).square().sum()
+        if isinstance(grads[0], DTensor):
+            dist.all_reduce(square_sum)
+        return (self.max_grad_norm / (square_sum.sqrt() + 1e-6)).clamp(max=1.0)
 
 
 class _Bucket:
@@ -84,8 +92,9 @@ class _Bucket:
         pairs = [(m, w) for m, w in zip(self.masters, self.weights, strict=True) if w.grad is not None]
         if not pairs:
             return
-        masters, weights = (list(tensors) for tensors in zip(*pairs, strict=True))
-        grads = _widened([w.grad for w in weights])
+        masters: list[Tensor] = [master for master, _ in pairs]
+        weights = [local_shard(weight) for _, weight in pairs]
+        grads = _widened([local_shard(w.grad) for _, w in pairs if w.grad is not None])
         if coefficient is not None:
             torch._foreach_mul_(grads, coefficient)
         for master, grad in zip(masters, grads, strict=True):
@@ -96,7 +105,7 @@ class _Bucket:
 
 
 def _master(weight: nn.Parameter, value: Tensor | None) -> nn.Parameter:
-    value = weight.detach() if value is None else value
+    value = local_shard(weight) if value is None else shard_of(value, weight)
     return nn.Parameter(value.to(weight.device, torch.float32, copy=True))
 
 

@@ -44,8 +44,12 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def default_device() -> torch.device:
-    """The first CUDA device where there is one, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """The first CUDA device where there is one (under torchrun: this rank's), else the CPU."""
+    return (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _num_allowed_cpus() -> int | None:

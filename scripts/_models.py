@@ -160,16 +160,15 @@ class Decoder(nn.Module):
 class LanguageModel(nn.Module):
     """A backbone and its tied head; ``forward`` gives the mean next-token loss."""
 
-    def __init__(self, backbone: nn.Module, embedding: nn.Parameter) -> None:
+    def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
-        self._embedding = [embedding]  # in a list: the backbone registers it, once
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         hidden = self.backbone(ids)
         hidden = getattr(hidden, "last_hidden_state", hidden)
-        weight = self._embedding[0].to(hidden.dtype)
-        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())
+        head: Any = self.backbone.embed_tokens  # looked up here: fully_shard replaces its weight
+        return linear_cross_entropy(hidden.flatten(0, 1), head.weight.to(hidden.dtype), targets.flatten())
 
 
 def build_model(
@@ -195,7 +194,7 @@ def build_model(
         else:
             backbone = Decoder(shape, checkpointing=checkpointing)
             _initialize(backbone)
-    return LanguageModel(backbone, backbone.embed_tokens.weight).train()
+    return LanguageModel(backbone).train()
 
 
 def implementation_of(model: LanguageModel) -> str:

@@ -6,6 +6,11 @@
 matter. ``offload-resident`` is the library's mode of that name. All modes start from the same random weights
 and see the same batch in every step, so their losses can be compared step by step. Each mode runs in a fresh
 process, in which all sequence lengths follow each other.
+
+    torchrun --nproc-per-node 2 scripts/bench_step.py --model qwen3-4b --seq 16384 --modes resident,wavefront
+
+shards the model with FSDP2; each rank has a batch of its own, and the modes follow each other in the same processes.
+Figures are those of rank 0, but for tokens per second, which are those of all ranks. An error ends the run.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import _environment  # isort: skip  (sets variables that torch reads when it is loaded)
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -39,6 +45,7 @@ from _measure import (
 )
 from _models import SHAPES, LanguageModel, build_model, implementation_of, num_parameters
 from _optimizers import BASELINE, make_optimizer, parse_assignments, pinned_bytes
+from _ranks import World, join_world
 
 # One mode after another in its own process ------------------------------------------------------------------
 
@@ -46,15 +53,32 @@ from _optimizers import BASELINE, make_optimizer, parse_assignments, pinned_byte
 def main() -> None:
     args = parse_arguments()
     if args.worker:
-        write_json(args.json, measure_mode(args))
+        write_json(args.json, measure_mode(args, World()))
         return
     started = time.perf_counter()
-    modes = [run_in_subprocess(mode) for mode in args.modes]
+    with join_world(torch.device(args.device)) as world:
+        modes = []
+        for mode in args.modes:
+            modes.append(run_here(mode, args, world) if world.launched else run_in_subprocess(mode))
+            result = summarize(args, modes, world, time.perf_counter() - started)
+            if world.is_first:  # what is measured stays measured, whatever becomes of the next mode
+                write_json(args.json, result)
+        if world.is_first:
+            print_tables(result)
+    if any(run["status"] == "error" for run in result["runs"]):
+        raise SystemExit(1)
+
+
+def summarize(
+    args: argparse.Namespace, modes: list[dict[str, Any]], world: World, wall_s: float
+) -> dict[str, Any]:
     runs = [run for mode in modes for run in mode["runs"]]
     compare_with_first(runs)
-    result = {
+    return {
         "script": "bench_step",
         "model": args.model,
+        "ranks": world.size,
+        "sharded": world.launched,
         "parameters": modes[0].get("parameters"),
         "implementation": modes[0].get("implementation"),
         "batch": args.batch,
@@ -63,14 +87,23 @@ def main() -> None:
         "optimizer": parse_assignments(args.optimizer),
         "config": parse_assignments(args.config),
         "setup_s": {mode["mode"]: mode.get("setup_s") for mode in modes},
-        "wall_s": time.perf_counter() - started,
+        "wall_s": wall_s,
         "runs": runs,
         "environment": modes[0].get("environment"),
     }
-    print_tables(result)
-    write_json(args.json, result)
-    if any(run["status"] == "error" for run in runs):
-        raise SystemExit(1)
+
+
+def run_here(mode: str, args: argparse.Namespace, world: World) -> dict[str, Any]:
+    """One mode in this process, beside the other ranks; its memory is freed for the next one."""
+    if world.is_first:
+        print(f"{mode} on {world.size} rank(s) ...", flush=True)
+    args.worker = mode
+    result = measure_mode(args, world)
+    gc.collect()  # FSDP's states and hooks refer to each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    world.barrier()
+    return result
 
 
 def run_in_subprocess(mode: str) -> dict[str, Any]:
@@ -89,7 +122,7 @@ def run_in_subprocess(mode: str) -> dict[str, Any]:
 # One mode, in the process made for it -----------------------------------------------------------------------
 
 
-def measure_mode(args: argparse.Namespace) -> dict[str, Any]:
+def measure_mode(args: argparse.Namespace, world: World) -> dict[str, Any]:
     device = torch.device(args.device)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
@@ -105,6 +138,7 @@ def measure_mode(args: argparse.Namespace) -> dict[str, Any]:
         implementation=args.implementation,
         seed=args.seed,
     )
+    world.shard(model)
     optimizer = make_optimizer(
         args.worker,
         model,
@@ -119,25 +153,29 @@ def measure_mode(args: argparse.Namespace) -> dict[str, Any]:
         "setup_s": time.perf_counter() - started,
         "environment": _environment.describe(device),
     }
-    result["runs"] = measure_lengths(args, model, optimizer, device)
+    result["runs"] = measure_lengths(args, model, optimizer, device, world)
     optimizer.close()
     return result
 
 
 def measure_lengths(
-    args: argparse.Namespace, model: LanguageModel, optimizer: Any, device: torch.device
+    args: argparse.Namespace, model: LanguageModel, optimizer: Any, device: torch.device, world: World
 ) -> list[dict[str, Any]]:
-    """One entry per sequence length; what fails is recorded and ends the mode."""
+    """One entry per sequence length; what fails is recorded and ends the mode, or the run where others wait for us."""
     runs: list[dict[str, Any]] = []
     for length in args.seq:
         run = {"mode": args.worker, "seq": length, "status": "ok"}
         runs.append(run)
         try:
-            run.update(measure_length(args, model, optimizer, device, length))
+            run.update(measure_length(args, model, optimizer, device, length, world))
         except torch.OutOfMemoryError as error:
+            if world.size > 1:
+                raise
             run.update(status="out of memory", error=str(error))
             break
-        except Exception as error:  # noqa: BLE001 - the other modes' figures are still worth having
+        except Exception as error:  # the other modes' figures are still worth having
+            if world.size > 1:
+                raise
             traceback.print_exc()
             run.update(status="error", error=f"{type(error).__name__}: {error}")
             break
@@ -145,9 +183,16 @@ def measure_lengths(
 
 
 def measure_length(
-    args: argparse.Namespace, model: LanguageModel, optimizer: Any, device: torch.device, length: int
+    args: argparse.Namespace,
+    model: LanguageModel,
+    optimizer: Any,
+    device: torch.device,
+    length: int,
+    world: World,
 ) -> dict[str, Any]:
-    ids, targets = make_batch(SHAPES[args.model].vocabulary, args.batch, length, args.seed, device)
+    ids, targets = make_batch(
+        SHAPES[args.model].vocabulary, args.batch, length, args.seed + world.rank, device
+    )
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -179,7 +224,7 @@ def measure_length(
     synchronize(device)
     wall_s = time.perf_counter() - started
     return {
-        **times(clock.durations(), wall_s / args.steps, args.batch * length),
+        **times(clock.durations(), wall_s / args.steps, args.batch * length * world.size),
         **device_bytes(device),
         "pinned_bytes": pinned_bytes(args.worker),
         "host_bytes": host_bytes(),
@@ -232,7 +277,9 @@ def print_tables(result: dict[str, Any]) -> None:
             print(f"{run['mode']} at {run.get('seq', 'start')}: {run['status']}: {run['error']}")
     if not done:
         return
-    print(f"\n{result['model']}, {result['parameters'] / 1e9:.3f} G parameters, {result['implementation']}\n")
+    sharded = f", FSDP2 on {result['ranks']} rank(s), figures of rank 0" if result["sharded"] else ""
+    size = f"{result['parameters'] / 1e9:.3f} G parameters"
+    print(f"\n{result['model']}, {size}, {result['implementation']}{sharded}\n")
     headers = (
         "mode", "seq", "step s", "mean s", "of resident", "tokens/s", "forward s", "backward s", "optimizer s",
         "device GiB", "reserved GiB", "pinned GiB", "host GiB",

@@ -3,6 +3,8 @@
     python scripts/train.py                      # wavefront: FP32 state on the host, stepped inside backward
     python scripts/train.py --mode resident      # torch's own fused AdamW on the device, to compare
 
+    torchrun --nproc-per-node 2 scripts/train.py # under FSDP2, each rank with text of its own; losses are means
+
 The default text is the source of Python's standard library on this machine. Weights are BF16; masters and
 moments are FP32. CUDA is used where there is one.
 """
@@ -15,6 +17,7 @@ import argparse
 import math
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from _measure import (
 from _models import SHAPES, LanguageModel, build_model, num_parameters
 from _optimizers import make_optimizer, parse_assignments
 from _progress import progress
+from _ranks import World, join_world
 from _text import load_text, sample_batch
 from torch import Tensor
 
@@ -62,6 +66,11 @@ PRESETS = {
 
 def main() -> None:
     args = parse_arguments()
+    with join_world(torch.device(args.device)) as world:
+        run_training(args, world)
+
+
+def run_training(args: argparse.Namespace, world: World) -> None:
     device = torch.device(args.device)
     text = load_text(args.data)
     shape = SHAPES[args.shape].with_sizes(args.layers, args.hidden)
@@ -73,27 +82,35 @@ def main() -> None:
         checkpointing=device.type == "cuda",
         seed=args.seed,
     )
-    print(
+    say = print if world.is_first else _say_nothing
+    say(
         f"{num_parameters(model) / 1e6:.1f} M parameters on {device}, {text.numel() / 1e6:.1f} MB of text, "
-        f"{args.steps} steps of {args.batch} x {args.length} bytes, mode {args.mode}",
+        f"{args.steps} steps of {args.batch} x {args.length} bytes{f' on each of {world.size} ranks' * world.launched}, "
+        f"mode {args.mode}",
         flush=True,
     )
     started = time.perf_counter()
-    optimizer = prepare_optimizer(args, model)
+    optimizer = prepare_optimizer(args, model, world)
     setup_s = time.perf_counter() - started
-    print(f"optimizer ready after {setup_s:.1f} s (state built, kernels compiled)", flush=True)
+    say(f"optimizer ready after {setup_s:.1f} s (state built, kernels compiled)", flush=True)
     try:
-        run = train(args, model, optimizer, text, device)
+        run = train(args, model, optimizer, text, device, world)
     finally:
         optimizer.close()
-    result = {"setup_s": setup_s, **summarize(args, run, num_parameters(model), device)}
-    print_summary(result)
-    write_json(args.json, result)
+    result = {"setup_s": setup_s, **summarize(args, run, num_parameters(model), device, world)}
+    if world.is_first:
+        print_summary(result)
+        write_json(args.json, result)
 
 
-def prepare_optimizer(args: argparse.Namespace, model: LanguageModel) -> Any:
-    """Cast the FP32 model to BF16 and keep its FP32 values as masters."""
+def _say_nothing(*words: str, flush: bool = False) -> None:
+    """Of all ranks, one speaks."""
+
+
+def prepare_optimizer(args: argparse.Namespace, model: LanguageModel, world: World) -> Any:
+    """Cast the FP32 model to BF16 and keep its FP32 values as masters; then shard it."""
     masters = offload.cast_compute_weights(model, torch.bfloat16, keep_fp32=KEEP_FP32)
+    world.shard(model)
     return make_optimizer(
         args.mode,
         model,
@@ -117,12 +134,17 @@ class Run:
 
 
 def train(
-    args: argparse.Namespace, model: LanguageModel, optimizer: Any, text: Tensor, device: torch.device
+    args: argparse.Namespace,
+    model: LanguageModel,
+    optimizer: Any,
+    text: Tensor,
+    device: torch.device,
+    world: World,
 ) -> Run:
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed + world.rank)
     run = Run([], [], [], 0.0)
     start = time.perf_counter()
-    with progress(args.steps, args.mode) as advance:
+    with progress(args.steps, args.mode) if world.is_first else nullcontext(_say_nothing) as advance:
         for step in range(args.steps):
             begin = time.perf_counter()
             set_learning_rate(optimizer, args.lr * schedule(step, args.steps))
@@ -131,7 +153,7 @@ def train(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            run.losses.append(loss.item())
+            run.losses.append(world.mean(loss).item())
             run.step_seconds.append(time.perf_counter() - begin)
             run.reports.append(optimizer.last_step)
             advance(f"loss {run.losses[-1]:.3f}  {run.step_seconds[-1] * 1e3:.0f} ms/step")
@@ -155,19 +177,22 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
         group["lr"] = lr
 
 
-def summarize(args: argparse.Namespace, run: Run, numel: int, device: torch.device) -> dict[str, Any]:
+def summarize(
+    args: argparse.Namespace, run: Run, numel: int, device: torch.device, world: World
+) -> dict[str, Any]:
     final_loss = statistics.fmean(run.losses[-FINAL_STEPS:])
     step_s = statistics.median(run.step_seconds[min(3, args.steps - 1) :])
     return {
         "script": "train",
         "mode": args.mode,
+        "ranks": world.size,
         "parameters": numel,
         "steps": args.steps,
         "first_loss": run.losses[0],
         "final_loss": final_loss,
         "loss_ratio": final_loss / run.losses[0],
         "step_s": step_s,
-        "bytes_per_s": args.batch * args.length / step_s,
+        "bytes_per_s": world.size * args.batch * args.length / step_s,
         "wall_s": run.wall_seconds,
         "host_bytes": host_bytes(),
         "peak_host_bytes": peak_host_bytes(),

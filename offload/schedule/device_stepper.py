@@ -212,7 +212,7 @@ class DeviceStepper:
         if given is None:
             load_weight(resident.master, resident.record.weight(), force=True)
         else:
-            resident.record.shaped(resident.master).copy_(given)
+            resident.record.local(resident.master).copy_(given)
             check_given_master(resident.record, resident.master)
 
     def _waiting(self) -> list[_Resident]:

@@ -369,22 +369,19 @@ class Engine:
         """Gradients that stand in ``param.grad``: left there by their source, assigned by hand, or made while no hook
         was there."""
         for record in self.records.values():
-            if not record.active:
+            if not record.active or not record.source.filled:
                 continue
-            counted = record.source.stays  # its hook was called
-            gradients = record.source.standing()
-            if gradients and self._ledger.is_stepped(record.index) and self.policy.speculative:
+            if self._ledger.is_stepped(record.index) and self.policy.speculative:
                 self._roll_back(restore=True)
-            elif gradients and self._ledger.is_stepped(record.index):
+            elif self._ledger.is_stepped(record.index):
                 raise GradientError(
                     f"{record.name} has a gradient in .grad, but its update of this step was applied "
                     "during backward; assign gradients before backward, or set .grad to None"
                 )
-            if gradients:
-                self._begin()
-                if not counted:
-                    self._ledger.note_fire(record.index)
-            for gradient in gradients:
+            self._begin()
+            if not record.source.stays:  # else its hook was called, and noted it
+                self._ledger.note_fire(record.index)
+            for gradient in record.source.standing():
                 self._stepper.hold(record, record.flat_gradient(gradient))
 
     def _note_short_step(self) -> None:

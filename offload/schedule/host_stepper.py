@@ -110,7 +110,7 @@ class HostStepper:
         mine = [records[span.param] for chunk in chunks for span in chunk.spans]
         given = [record for record in mine if record.index in masters]
         for record in given:
-            record.shaped(self.state(record)["master"]).copy_(masters[record.index])
+            record.local(self.state(record)["master"]).copy_(masters[record.index])
         self._load([record for record in mine if record.index not in masters])
         self._check(given)
 

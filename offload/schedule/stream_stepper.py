@@ -396,10 +396,10 @@ class StreamStepper:
     def _take_given_master(self, record: ParamRecord, given: torch.Tensor) -> None:
         if record.kind.weight == "fp32":
             flat = torch.empty_like(record.weight(), device="cpu")
-            record.shaped(flat).copy_(given)
+            record.local(flat).copy_(given)
             check_given_master(record, flat)
         else:
-            record.shaped(self._master(record)).copy_(given)
+            record.local(self._master(record)).copy_(given)
             check_given_master(record, self._master(record))
 
     def _aim(self, records: Iterable[ParamRecord]) -> None:

@@ -26,20 +26,20 @@ from tests.distributed.training import (
 from tests.training import Recorder, Reference, batches, hyper_by_name, loss_of, make_decoder
 
 
-def make_model(keep_fp32: str | None = "norm") -> nn.Module:
-    model = make_decoder(layers=1, width=24)
+def make_model(keep_fp32: str | None = "norm", device: str = "cpu") -> nn.Module:
+    model = make_decoder(layers=1, width=24, device=device)
     offload.cast_compute_weights(model, keep_fp32=keep_fp32)
     return model
 
 
-def ddp(mode: str, micro_batches: int = 1, **options: Any) -> list[int]:
+def ddp(mode: str, micro_batches: int = 1, device: str = "cpu", **options: Any) -> list[int]:
     """Beside a reference that gets what stands in ``.grad`` after backward; tiles that were stepped early."""
-    model = make_model()
+    model = make_model(device=device)
     wrapped = DistributedDataParallel(model, **options)
     reference = Reference({name: whole(p).float() for name, p in model.named_parameters()})
     early = []
     with optimizer_over(model, mode, accumulation_steps=micro_batches, max_grad_norm=None) as optimizer:
-        for ids in batches(3):
+        for ids in batches(3, device=device):
             for part in range(micro_batches):
                 last = part == micro_batches - 1
                 with contextlib.nullcontext() if last else wrapped.no_sync():

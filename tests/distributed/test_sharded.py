@@ -22,6 +22,7 @@ from tests.distributed.training import (
     state_bits,
     train_beside_reference,
     whole,
+    whole_gradients,
 )
 from tests.training import Recorder, batches, loss_of
 
@@ -249,20 +250,98 @@ def test_f32_f30_empty_and_uneven_shards_are_as_unsharded(ranks: Ranks, mode: st
     ranks.run(tiny_shards, 4, mode)
 
 
+# Sentinels, and the other front
+
+
+def sentinels() -> None:
+    """A gradient that has left a shard is not to be read, nor dropped by others; hooks before ours see each one."""
+    model = sharded_decoder()
+    seen: list[torch.Tensor] = []
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    with optimizer_over(model, "wavefront", accumulation_steps=2) as optimizer:
+        for _ in range(2):
+            loss_of(model, batches(1)[0]).backward()
+        assert torch.equal(*seen)
+        with pytest.raises(offload.GradientError, match="max_grad_norm"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.zero_grad()
+        with pytest.raises(offload.MidStepError, match=r"zero_grad\(\) of the optimizer"):
+            optimizer.step()
+
+
+def test_where_a_sharded_gradient_has_left_a_sentinel_stands(ranks: Ranks) -> None:
+    ranks.run(sentinels, 2)
+
+
+def dropped_between_micro_batches() -> None:
+    model = sharded_decoder()
+    with optimizer_over(model, "wavefront", accumulation_steps=2) as optimizer:
+        loss_of(model, batches(1)[0]).backward()
+        model.zero_grad()
+        with pytest.raises(offload.MidStepError, match=r"zero_grad\(\) of the optimizer"):
+            loss_of(model, batches(1)[0]).backward()
+        assert optimizer.last_step is None
+
+
+def test_sharded_gradients_dropped_between_micro_batches_are_noticed(ranks: Ranks) -> None:
+    ranks.run(dropped_between_micro_batches, 2)
+
+
+def sign_sgd() -> None:
+    """``p (1 - lr wd) - lr sign(g)`` of the whole gradients, in every mode."""
+    for mode in MODES:
+        model = sharded_decoder(fp32=True)
+        recorder = Recorder(model)
+        expected = {name: whole(parameter) for name, parameter in model.named_parameters()}
+        config = offload.OffloadConfig(tile_numel=1024, threads=1, timeout_s=30.0)
+        options: dict[str, Any] = {"mode": mode, "backend": "torch", "config": config}
+        with offload.SignSGD(model.named_parameters(), lr=0.25, weight_decay=0.5, **options) as optimizer:
+            for ids in batches(2):
+                loss_of(model, ids.roll(dist.get_rank(), 1)).backward()
+                for name, (gradient,) in whole_gradients(recorder).items():
+                    expected[name] = expected[name] * 0.875 - 0.25 * gradient.sign()
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(whole(parameter), expected[name]), name
+
+
+def test_sign_sgd_in_every_mode(ranks: Ranks) -> None:
+    ranks.run(sign_sgd, 2)
+
+
+def any_optimizer() -> None:
+    """Torch's own optimizer, and the same with its state on the host."""
+    ends = []
+    for mode in (None, "all-at-once", "chunked-sync", "chunked-stream"):
+        model = sharded_decoder(fp32=True)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if mode is not None:
+            optimizer = offload.CPUOffloadOptimizer(optimizer, mode=mode)
+        for ids in batches(2):
+            loss_of(model, ids.roll(dist.get_rank(), 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({name: whole(parameter) for name, parameter in model.named_parameters()})
+    for end in ends[1:]:
+        assert_equal(end, ends[0])
+
+
+def test_the_state_of_any_optimizer_over_shards(ranks: Ranks) -> None:
+    ranks.run(any_optimizer, 2)
+
+
 # Order of construction
 
 
-def masters_of_a_model_that_is_sharded_later(when: str) -> None:
-    """FP32 values that BF16 cannot hold reach the shards, whether the model is cast before or after it is sharded."""
+def masters_of_a_model_that_is_sharded_later(mode: str) -> None:
+    """FP32 values that BF16 cannot hold reach the shards of a model that is sharded after the cast."""
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 3))
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    if when == "after":
-        fully_shard(model)
     masters = offload.cast_compute_weights(model)
-    if when == "before":
-        fully_shard(model)
-    with optimizer_over(model, "wavefront", masters=masters) as optimizer:
+    fully_shard(model)
+    with optimizer_over(model, mode, masters=masters) as optimizer:
         for name, parameter in model.named_parameters():
             assert parameter.dtype == torch.bfloat16
             assert torch.equal(whole(optimizer.state[parameter]["master"]), values[name])
@@ -270,11 +349,13 @@ def masters_of_a_model_that_is_sharded_later(when: str) -> None:
         optimizer.step()
     with pytest.raises(offload.ConfigError, match=r"masters.*named_parameters"):
         offload.AdamW(nn.Linear(2, 2, dtype=torch.bfloat16).parameters(), masters=masters, mode="wavefront")
+    with pytest.raises(offload.ParameterError, match=r"weight is sharded already.*before fully_shard"):
+        offload.cast_compute_weights(fully_shard(nn.Linear(4, 4)))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_masters_of_a_sharded_model(ranks: Ranks, when: str) -> None:
-    ranks.run(masters_of_a_model_that_is_sharded_later, 4, when)
+@pytest.mark.parametrize("mode", ["wavefront", "resident", "chunked-sync"])
+def test_masters_of_a_sharded_model(ranks: Ranks, mode: str) -> None:
+    ranks.run(masters_of_a_model_that_is_sharded_later, 2, mode)
 
 
 def optimizer_before_shards(part: str) -> None:

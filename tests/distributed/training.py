@@ -69,9 +69,12 @@ def optimizer_over(model: nn.Module, mode: str, **options: Any) -> offload.AdamW
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathered from all shards; a collective."""
+    """Gathered from all shards over the mesh's device, where state on the host has to go first; a collective."""
     tensor = tensor.detach()
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor.cpu().clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.cpu().clone()
+    local = tensor.to_local().to(tensor.device_mesh.device_type)
+    return DTensor(local, tensor._spec, requires_grad=False).full_tensor().cpu()
 
 
 def whole_gradients(recorder: Recorder) -> dict[str, list[Tensor]]:
