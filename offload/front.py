@@ -74,7 +74,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         records = [record for group in self.param_groups for record in self._make_records(group)]
         if not records:
             raise ConfigError("params has no parameter with requires_grad=True: there is nothing to optimize")
-        engine, self._plan = assemble(rule, records, self._given_masters(records), options)
+        given = self._given_masters(records)
+        if masters and not given:
+            raise ConfigError(
+                "masters= holds values of none of these parameters: were they replaced after cast_compute_weights "
+                "(fully_shard)? Pass model.named_parameters(), so that they are found by name"
+            )
+        engine, self._plan = assemble(rule, records, given, options)
         # Copied, so the caller may drop them; those of frozen parameters wait for the day when these are trained.
         self._masters = masters.without([record.param for record in records]) if masters is not None else None
         self._engine = engine
@@ -293,7 +299,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return {
             record.index: master
             for record in records
-            if (master := self._masters.of(record.param)) is not None
+            if (master := self._masters.of(record.param, record.name)) is not None
         }
 
     def _attach(self, records: list[ParamRecord]) -> None:

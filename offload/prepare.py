@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from offload.distributed import local_shard
+from offload.distributed import local_shard, shard_of
 from offload.errors import ConfigError, UnsupportedDtypeError
 
 __all__ = ["Masters", "cast_compute_weights"]
@@ -24,9 +24,15 @@ class Masters(Mapping[str, torch.Tensor]):
         """Keep `master` for `parameter`."""
         self._by_name[name] = self._by_parameter[parameter] = master
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The FP32 values of `parameter`, or None where it was not cast."""
-        return self._by_parameter.get(parameter)
+    def of(self, parameter: torch.Tensor, name: str | None = None) -> torch.Tensor | None:
+        """The FP32 values of this rank's part of `parameter`, or None where it was not cast.
+
+        ``fully_shard`` after the cast has replaced the parameters that were cast; then `name` tells which it was.
+        """
+        master = self._by_parameter.get(parameter)
+        if master is None and name in self._by_name:
+            master = shard_of(self._by_name[name], parameter)
+        return master
 
     def without(self, parameters: Iterable[torch.Tensor]) -> Masters:
         """The masters of all other parameters."""

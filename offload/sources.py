@@ -157,7 +157,7 @@ class WatchedSource:
         if self._when is When.UNKNOWN and not dist.is_initialized():
             self._when = When.IN_HOOK
         if self._when is When.UNKNOWN and more:
-            self._parts.append(gradient.detach())  # autograd's own sum has the gradient's precision
+            self._parts.append(gradient.detach().clone())  # autograd may add the next one to it
         self._hook.before(gradient, more=more)
 
     def take(self) -> torch.Tensor | None:

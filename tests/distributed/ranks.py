@@ -68,7 +68,7 @@ class Ranks:
         function: Callable[..., Any],
         size: int,
         *arguments: Any,
-        deadline_s: float = 60.0,
+        deadline_s: float = 150.0,
         timeout_s: float = 30.0,
         backend: str = "gloo",
         may_die: Collection[int] = (),

@@ -21,6 +21,7 @@ from tests.distributed.training import (
     sharded_decoder,
     state_bits,
     train_beside_reference,
+    whole,
 )
 from tests.training import Recorder, batches, loss_of
 
@@ -35,7 +36,8 @@ def all_modes(mesh: tuple[int, ...] | None, **options: Any) -> None:
         recorder = Recorder(model)
         with optimizer_over(model, mode, **options) as optimizer:
             parts = options.get("accumulation_steps", 1)
-            reports = train_beside_reference(model, optimizer, recorder, micro_batches=parts)
+            steps = 2 if dist.get_world_size() > 2 else 3
+            reports = train_beside_reference(model, optimizer, recorder, steps=steps, micro_batches=parts)
             ends.append((state_bits(model, optimizer), [report.grad_norm for report in reports]))
             if mode == "wavefront" and "max_grad_norm" not in options:
                 assert reports[-1].early_tiles > 0
@@ -162,7 +164,7 @@ def test_experts_on_submeshes_count_once_each(ranks: Ranks, mode: str) -> None:
 def outside_fsdp(mode: str, micro_batches: int) -> dict[str, torch.Tensor]:
     """The last layer's FP32 scale and the head are plain tensors, whose gradients this loop reduces by hand."""
     model = sharded_decoder(ignored_params=set())
-    plain = nn.Linear(97, 97, bias=False)
+    plain = nn.Linear(97, 97, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         plain.weight.copy_(torch.eye(97))
     both = nn.ModuleDict({"sharded": model, "plain": plain})
@@ -201,7 +203,7 @@ def forgotten_outside_fsdp() -> None:
     with optimizer_over(model, "wavefront", max_grad_norm=1.0) as optimizer:
         torch.manual_seed(dist.get_rank())
         model["plain"](model["sharded"](torch.randn(2, 8))).square().mean().backward()
-        with pytest.raises(offload.GradientError, match="differ between ranks.*rank_local"):
+        with pytest.raises(offload.GradientError, match=r"differ between ranks.*rank_local"):
             optimizer.step()
     config = {"rank_local": "plain"}
     with optimizer_over(model, "wavefront", max_grad_norm=1.0, config=config) as optimizer:
@@ -248,6 +250,31 @@ def test_f32_f30_empty_and_uneven_shards_are_as_unsharded(ranks: Ranks, mode: st
 
 
 # Order of construction
+
+
+def masters_of_a_model_that_is_sharded_later(when: str) -> None:
+    """FP32 values that BF16 cannot hold reach the shards, whether the model is cast before or after it is sharded."""
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 3))
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    if when == "after":
+        fully_shard(model)
+    masters = offload.cast_compute_weights(model)
+    if when == "before":
+        fully_shard(model)
+    with optimizer_over(model, "wavefront", masters=masters) as optimizer:
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == torch.bfloat16
+            assert torch.equal(whole(optimizer.state[parameter]["master"]), values[name])
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    with pytest.raises(offload.ConfigError, match=r"masters.*named_parameters"):
+        offload.AdamW(nn.Linear(2, 2, dtype=torch.bfloat16).parameters(), masters=masters, mode="wavefront")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_masters_of_a_sharded_model(ranks: Ranks, when: str) -> None:
+    ranks.run(masters_of_a_model_that_is_sharded_later, 4, when)
 
 
 def optimizer_before_shards(part: str) -> None:
