@@ -23,17 +23,11 @@ from offload.distributed import local_shard, matching_shard, shard_like
 from offload.errors import CheckpointError, ParameterError
 from offload.parameters import ParamRecord
 
-__all__ = ["IncomingState", "check_form", "export_state", "loaded_group", "read_state", "rounds_to"]
+__all__ = ["IncomingState", "check_form", "export_state", "read_state", "rounds_to"]
 
 logger = logging.getLogger(__name__)
 
 REFUSED_FLAGS = ("amsgrad", "capturable", "differentiable")
-
-IGNORED_KEYS = ("fused", "foreach")
-"""How another optimizer is implemented: of no meaning here."""
-
-SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
-"""What schedulers of torch keep in param groups."""
 
 
 @dataclass
@@ -109,29 +103,6 @@ def check_form(state_dict: Any) -> None:
         raise CheckpointError(
             "this is no optimizer state dict: expected dicts in 'state' and groups with 'params'"
         )
-
-
-def loaded_group(
-    saved: Mapping[str, Any], own: Mapping[str, Any], known: Collection[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """The group that `own` becomes, and the keys of `saved` that mean nothing here and are left out.
-
-    Args:
-        saved: a group of a state dict.
-        own: the optimizer's group in its place; gives what `saved` lacks.
-        known: the optimizer's hyperparameters.
-    """
-    group = {key: own[key] for key in known}
-    group["params"] = saved["params"]
-    strange = []
-    for key, value in saved.items():
-        if key in IGNORED_KEYS:
-            continue
-        if key in group or key in own or key in SCHEDULER_KEYS or key == "param_names":
-            group[key] = value
-        else:
-            strange.append(key)
-    return group, strange
 
 
 class _Losses:

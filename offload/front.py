@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from offload.assembly import Options, assemble
-from offload.checkpoint import IncomingState, export_state, loaded_group, read_state, rounds_to
+from offload.checkpoint import IncomingState, export_state, read_state, rounds_to
 from offload.distributed import local_shard
 from offload.errors import CheckpointError, ClosedError, ConfigError, ParameterError, StateError
 from offload.kernels.rule import KernelRule
@@ -22,6 +22,7 @@ from offload.model_watch import ModelWatch
 from offload.parameters import ParamRecord, make_record
 from offload.prepare import Masters
 from offload.report import StepReport
+from offload.saved_groups import read_groups
 from offload.schedule.base_step import hooks_set_aside
 from offload.schedule.engine import Engine
 from offload.schedule.plan import Plan
@@ -275,7 +276,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         state_dict = self._prepared_by_hooks(state_dict)
         self._follow_groups()
         incoming = read_state(state_dict, self.param_groups, self._records, self._rule.state_names)
-        groups = self._loaded_groups(state_dict["param_groups"])
+        groups = read_groups(state_dict["param_groups"], self.param_groups, self.defaults, self._check_group)
         engine.begin_loading()
         with hooks_set_aside(self, LOAD_HOOKS):
             super().load_state_dict({"state": {}, "param_groups": groups})
@@ -416,25 +417,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             prepared = pre_hook(self, prepared) or prepared
         return prepared
-
-    def _loaded_groups(self, saved_groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What the groups become. Checked, before anything is changed."""
-        groups, strange = [], set()
-        for saved, own in zip(saved_groups, self.param_groups, strict=True):
-            group, unknown = loaded_group(saved, own, self.defaults)
-            strange.update(unknown)
-            try:
-                self._check_group(group)
-            except (ConfigError, TypeError, ValueError) as error:
-                raise CheckpointError(f"a param group of the state dict cannot be used: {error}") from error
-            groups.append(group)
-        if strange:
-            logger.warning(
-                "the state dict's param groups have keys that mean nothing to %s and are left out: %s",
-                type(self).__name__,
-                ", ".join(sorted(strange)),
-            )
-        return groups
 
     def _take_in(self, incoming: IncomingState) -> None:
         engine, members = self._open_engine(), self._members()
