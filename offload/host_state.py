@@ -100,6 +100,10 @@ class HostState:
             master, *moments = (slab.tensor(torch.float32, 4 * start, chunk.numel) for slab in slabs)
             self.chunks[chunk.index] = ChunkState(chunk, master, tuple(moments))
 
+    def adopt(self, chunk: Chunk, master: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> None:
+        """Take in a chunk whose state, FP32 ``[chunk.numel]`` each, somebody else owns and releases."""
+        self.chunks[chunk.index] = ChunkState(chunk, master, moments)
+
     def close(self) -> None:
         """Unmap everything; views that are still out keep their memory."""
         self.chunks.clear()

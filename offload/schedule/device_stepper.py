@@ -3,11 +3,14 @@
 Nothing moves, so nothing is tiled: each parameter is one kernel launch, which reads the gradient and writes the
 compute weight in place. Gradients are held as they come; accumulators are FP32 and on the device, so that the sums,
 and with them all bits, are those of the other placements.
+
+Without a GPU the same code serves beside other placements: state is plain memory, and the host kernels compute on the
+worker's thread, the only one that may run them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +26,7 @@ from offload.schedule.device_gradients import DeviceGradients
 from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
+from offload.schedule.worker import Call, Worker
 
 __all__ = ["DeviceStepper"]
 
@@ -46,7 +50,8 @@ class DeviceStepper:
 
     Args:
         device: where parameters and state are.
-        updater: computes there.
+        updater: computes there; started by the caller.
+        worker: told of errors inside backward; without a GPU its thread computes.
         flush_denormals: as for the host kernels.
     """
 
@@ -55,17 +60,21 @@ class DeviceStepper:
         *,
         device: torch.device,
         updater: Updater,
+        worker: Worker,
         flush_denormals: bool,
         fused_sums: bool,
         clock: StageClock,
     ) -> None:
-        self._device, self._updater, self._clock = device, updater, clock
+        self._device, self._updater, self._worker, self._clock = device, updater, worker, clock
+        self._on_gpu = device.type == "cuda"
         self._fused_sums = fused_sums
         self._gradients = DeviceGradients(flush_denormals=flush_denormals)
         self._params: dict[int, _Resident] = {}
         self._chunks: dict[int, Chunk] = {}
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._early: set[int] = set()
+        self._num_early = self._num_late = 0
+        self._holds = False
 
     @property
     def rule(self) -> Rule:
@@ -108,10 +117,26 @@ class DeviceStepper:
         """See `Stepper.step_early`: on the stream of backward, as soon as the hook has fired."""
         resident = self._params[record.index]
         self._gradients.hold(record.index, gradient)
-        row = rows[resident.chunk][resident.span.row]
-        self._update(resident, self._updater.upload(row[np.newaxis])[0])
-        self._gradients.forget(record.index)
+        if self._holds:
+            return
         self._early.add(resident.chunk)
+        self._num_early += 1
+        row = rows[resident.chunk][resident.span.row]
+        try:
+            self._update(resident, self._updater.upload(row[np.newaxis])[0])
+        except Exception as error:  # noqa: BLE001 - nothing may be raised inside backward: the next public call does
+            self._worker.fail(error)
+        self._gradients.forget(record.index)
+
+    def begin_step(self, *, speculative: bool) -> None:
+        """At a step's first gradient. Before a verdict nothing is updated here: gradients are held until ``step()``."""
+        self._holds = speculative
+
+    def commit(self) -> None:
+        """Nothing was updated before the verdict."""
+
+    def roll_back(self, *, restore: bool) -> None:
+        """Nothing was updated before the verdict."""
 
     @property
     def stepped_early(self) -> list[str]:
@@ -121,7 +146,8 @@ class DeviceStepper:
     def measure(self) -> None:
         """See `Stepper.measure`."""
         for resident in self._waiting():
-            self._updater.measure(self._tile(resident, with_sums=True))
+            tile = self._tile(resident, with_sums=True)
+            self._run(lambda tile=tile: self._updater.measure(tile))  # type: ignore[misc]
 
     def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`."""
@@ -130,7 +156,7 @@ class DeviceStepper:
             uploaded = self._updater.upload(np.stack([rows[r.chunk][r.span.row] for r in waiting]))
             for resident, row in zip(waiting, uploaded, strict=True):
                 self._update(resident, row)
-        self._clock.count("late_tiles", len(waiting))
+        self._num_late += len(waiting)
 
     def block_sums(self, chunk: int) -> BlockSums:
         """See `Stepper.block_sums`."""
@@ -139,15 +165,23 @@ class DeviceStepper:
 
     def finish(self) -> None:
         """See `Stepper.finish`."""
-        torch.cuda.synchronize(self._device)
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        else:
+            self._worker.call(lambda: None)
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
+        self._clock.count("early_tiles", self._num_early)
+        self._clock.count("late_tiles", self._num_late)
         self._gradients.clear()
         self._early.clear()
+        self._num_early = self._num_late = 0
+        self._holds = False
 
     def load_weights(self, records: Sequence[ParamRecord], *, force: bool = False) -> set[int]:
         """See `Stepper.load_weights`."""
+        self._rest()
         masters = [(record, self._params[record.index].master) for record in records]
         return {
             record.index for record, master in masters if load_weight(master, record.weight(), force=force)
@@ -155,6 +189,7 @@ class DeviceStepper:
 
     def store_weights(self, records: Sequence[ParamRecord]) -> None:
         """See `Stepper.store_weights`."""
+        self._rest()
         for record in records:
             store_weight(record.weight(), self._params[record.index].master)
             torch.autograd.graph.increment_version(record.param)
@@ -167,6 +202,7 @@ class DeviceStepper:
 
     def close(self) -> None:
         """See `Stepper.close`."""
+        self._worker.close()
         self._gradients.clear()
         self._params.clear()
         self._sums.clear()
@@ -198,12 +234,25 @@ class DeviceStepper:
     def _update(self, resident: _Resident, row: Any) -> None:
         """Gradients were made on backward's stream and are used on the current one: the allocator must know."""
         tile = self._tile(resident, with_sums=self._fused_sums)
-        self._updater.update(tile, row)
-        stream = torch.cuda.current_stream(self._device)
-        for gradient in (tile.grad, tile.acc):
-            if gradient is not None:
-                gradient.record_stream(stream)
+        self._run(lambda: self._updater.update(tile, row))
+        if self._on_gpu:
+            stream = torch.cuda.current_stream(self._device)
+            for gradient in (tile.grad, tile.acc):
+                if gradient is not None:
+                    gradient.record_stream(stream)
         torch.autograd.graph.increment_version(resident.record.param)
+
+    def _run(self, function: Callable[[], None]) -> None:
+        """On the current stream; without a GPU, on the thread that computes, after what it has to do."""
+        if self._on_gpu:
+            function()
+        else:
+            self._worker.submit(Call(function))
+
+    def _rest(self) -> None:
+        """The device orders what touches state by its stream; the host does not."""
+        if not self._on_gpu:
+            self.finish()
 
     def _tile(self, resident: _Resident, *, with_sums: bool) -> TileTensors:
         gradient, accumulated = self._gradients.take(resident.record.index)

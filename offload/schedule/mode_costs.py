@@ -67,10 +67,13 @@ class Machine:
 
 
 class ChunkSize(NamedTuple):
-    """A chunk by name, and its elements."""
+    """A chunk by name, its elements, the index of its first parameter, and bytes per element of gradient and weight."""
 
     name: str
     numel: int
+    first_param: int = 0
+    grad_bytes: int = 2
+    weight_bytes: int = 2
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,9 @@ class Workload:
 
     `ring_bytes`: of both rings. `backlog_bytes`: gradients that may wait on the device for the worker. `own_master_numel`:
     elements of FP32 weights, which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the
-    device buffers of chunked-stream. `backward_s`: seconds that backward takes; None: not known.
+    device buffers of chunked-stream. `stream_tile_numel`: elements of such a tile. `stream_share`: of a hybrid, where the
+    user fixed it. `can_mix`: whether host and device compute the same bits here. `backward_s`: seconds that backward
+    takes; None: not known.
     """
 
     numel: int
@@ -94,6 +99,9 @@ class Workload:
     tile_bytes: int = 0
     num_slots: int = 1
     chunks: tuple[ChunkSize, ...] = ()
+    stream_tile_numel: int = 1
+    stream_share: float | None = None
+    can_mix: bool = False
     backward_s: float | None = None
 
     @property

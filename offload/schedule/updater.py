@@ -138,11 +138,15 @@ class FusedUpdater:
 
 
 class HostUpdater:
-    """The host kernels on tensors in host memory: what runs where there is no device. On the worker's thread alone."""
+    """The host kernels on tensors in host memory: what runs where there is no device. On the worker's thread alone.
 
-    def __init__(self, backend: Backend) -> None:
+    Args:
+        starts: False where somebody else starts `backend`.
+    """
+
+    def __init__(self, backend: Backend, *, starts: bool = True) -> None:
         self.blocks = _Blocks(torch.device("cpu"))
-        self._backend = backend
+        self._backend, self._starts = backend, starts
         self._prepared: set[Variant] = set()
         self._select = np.ones(1, np.uint8)
 
@@ -151,7 +155,8 @@ class HostUpdater:
         return self._backend.rule
 
     def start(self) -> None:
-        self._backend.start()
+        if self._starts:
+            self._backend.start()
 
     def upload(self, rows: Array) -> Sequence[Array]:
         return [rows[index : index + 1] for index in range(len(rows))]
