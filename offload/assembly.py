@@ -18,10 +18,11 @@ from offload.config import OffloadConfig
 from offload.distributed import local_shard
 from offload.errors import ConfigError, ParameterError
 from offload.kernels.backend import Backend, Variant
+from offload.kernels.device import is_available
 from offload.kernels.numba_backend import NumbaBackend
 from offload.kernels.rule import KernelRule
 from offload.kernels.torch_backend import TorchBackend
-from offload.layout import Kind, build_chunks
+from offload.layout import Chunk, Kind, build_chunks
 from offload.memory import cgroup_memory_left
 from offload.parameters import ParamRecord
 from offload.report import StageClock
@@ -29,12 +30,13 @@ from offload.schedule.conveyor import FixedSlots, FreshSlots
 from offload.schedule.device_stepper import DeviceStepper
 from offload.schedule.engine import Engine
 from offload.schedule.host_stepper import HostStepper
+from offload.schedule.hybrid_stepper import HybridStepper
 from offload.schedule.plan import ChunkSize, Machine, Plan, Workload, needs_rates, plan
 from offload.schedule.policy import Policy
 from offload.schedule.stepper import Stepper
 from offload.schedule.stream_stepper import NUM_SLOTS, StreamStepper, stream_tile_numel
 from offload.schedule.stream_tiles import num_arrays
-from offload.schedule.updater import HostUpdater, Updater, make_device_updater
+from offload.schedule.updater import DeviceUpdater, HostUpdater, Updater, make_device_updater
 from offload.schedule.worker import Worker
 from offload.threads import Budget, bind_current_thread, configure_cpu_optimizer_threads
 from offload.transfer.cuda import CudaTransport
@@ -48,6 +50,10 @@ __all__ = ["Options", "assemble", "make_transport"]
 logger = logging.getLogger(__name__)
 
 NUM_RINGS = 2
+
+HYBRID_THREADS = 0.75
+"""Of the thread budget that a hybrid's host kernels use: copies take a part of the memory's bandwidth, so that more
+threads only compete with backward's (11-12 of 16 cores were the fastest)."""
 
 STREAM_MODES = ("all-at-once", "chunked-sync", "chunked-stream")
 """State is on the host and is stepped on the device: placement STREAM."""
@@ -92,11 +98,16 @@ def assemble(
         MemoryBudgetError: the plan does not fit.
     """
     device = _common_device(records)
+    if options.mode == "hybrid" and options.backend != "numba":
+        raise ConfigError(
+            f"mode='hybrid' with backend={options.backend!r}: chunks on the device and on the host have the same bits "
+            "with backend='numba' only; use that, or mode='wavefront'"
+        )
     made = _plan(rule, records, options, device)
     logger.info("%s", made)
     policy = Policy(
         mode=made.mode,
-        early=made.mode == "wavefront",
+        early=made.mode in ("wavefront", "hybrid"),
         accumulation_steps=options.accumulation_steps,
         max_grad_norm=options.max_grad_norm,
         nonfinite=options.nonfinite,
@@ -144,6 +155,7 @@ def _make_stepper(
         return DeviceStepper(
             device=device,
             updater=_make_updater(device, rule, records, options),
+            worker=worker,
             flush_denormals=options.flush_denormals,
             fused_sums=options.fused_sums,
             clock=clock,
@@ -155,11 +167,28 @@ def _make_stepper(
         numa_bind=config.numa_bind,
         device=device if device.type == "cuda" else None,
     )
+    if mode == "hybrid" and config.threads is None:
+        budget = replace(budget, num_threads=max(round(HYBRID_THREADS * budget.num_threads), 1))
     worker.call(lambda: _bind(budget))
     if mode in STREAM_MODES:
         return _make_stream_stepper(mode, device, rule, records, options, worker, clock, budget)
-    kinds = {record.kind for record in records}
-    speculates = mode == "wavefront" and made.shadow_bytes > 0
+    if mode == "hybrid":
+        return _make_hybrid_stepper(made, device, rule, records, options, worker, clock, budget)
+    return _make_host_stepper(made, device, rule, records, options, worker, clock, budget)
+
+
+def _make_host_stepper(
+    made: Plan,
+    device: torch.device,
+    rule: KernelRule,
+    records: Sequence[ParamRecord],
+    options: Options,
+    worker: Worker,
+    clock: StageClock,
+    budget: Budget,
+) -> HostStepper:
+    config, kinds = options.config, {record.kind for record in records}
+    speculates = made.shadow_bytes > 0
     return HostStepper(
         transport=make_transport(device, config),
         backend=_make_backend(rule, kinds, budget, options, speculates=speculates),
@@ -170,6 +199,71 @@ def _make_stepper(
         clock=clock,
         shadow_bytes=made.shadow_bytes,
         pin_gradients=made.pins_gradients,
+    )
+
+
+def _make_hybrid_stepper(
+    made: Plan,
+    device: torch.device,
+    rule: KernelRule,
+    records: Sequence[ParamRecord],
+    options: Options,
+    worker: Worker,
+    clock: StageClock,
+    budget: Budget,
+) -> HybridStepper:
+    """The three placements. They must agree in every bit, so torch's kernels are no stand-in for ours here."""
+    config, on_gpu = options.config, device.type == "cuda"
+    host = _make_host_stepper(made, device, rule, records, options, worker, clock, budget)
+    tile_numel = stream_tile_numel(config.tile_numel, 1 + len(rule.state_names))
+    backlog = max(config.backlog_tiles * config.tile_numel // tile_numel, 1)
+    issuer: Worker | None = None
+    try:
+        if on_gpu:
+            variants = _device_variants(records, options)
+            issuer = Worker("offload-stream", depth=backlog, timeout_s=config.timeout_s)
+            updater: Updater = DeviceUpdater(
+                device, rule, flush_denormals=options.flush_denormals, variants=variants
+            )
+            updater.start()
+        else:
+            updater = HostUpdater(host.backend, starts=False)
+        transport = make_transport(device, config)
+        stream = StreamStepper(
+            transport=transport,
+            slots=FixedSlots(transport, made.num_slots or NUM_SLOTS),
+            updater=updater,
+            worker=worker,
+            stream=torch.cuda.Stream(device) if on_gpu else None,
+            tile_numel=config.tile_numel,
+            backlog_tiles=backlog,
+            flush_denormals=options.flush_denormals,
+            fused_sums=options.fused_sums,
+            clock=clock,
+            issuer=issuer,
+            alone=False,
+        )
+    except BaseException:
+        host.close()
+        if issuer is not None:
+            issuer.close()
+        raise
+    resident = DeviceStepper(
+        device=device,
+        updater=updater,
+        worker=worker,
+        flush_denormals=options.flush_denormals,
+        fused_sums=options.fused_sums,
+        clock=clock,
+        timeout_s=config.timeout_s,
+    )
+    return HybridStepper(
+        host=host,
+        stream=stream,
+        device=resident,
+        placements=made.placements,
+        worker=worker,
+        rebalances=config.stream_share is None,
     )
 
 
@@ -221,10 +315,18 @@ def _make_updater(
     """`own_masters`: FP32 weights are masters themselves, and no separate weight is written."""
     variants = _variants({record.kind for record in records}, options)
     if own_masters:
-        variants = [
-            replace(variant, weight=None) if variant.weight == "fp32" else variant for variant in variants
-        ]
+        variants = _with_own_masters(variants)
     return make_device_updater(device, rule, flush_denormals=options.flush_denormals, variants=variants)
+
+
+def _with_own_masters(variants: Sequence[Variant]) -> list[Variant]:
+    return [replace(variant, weight=None) if variant.weight == "fp32" else variant for variant in variants]
+
+
+def _device_variants(records: Sequence[ParamRecord], options: Options) -> list[Variant]:
+    """Of a hybrid: streamed FP32 weights are their own masters, those of device chunks are not."""
+    variants = _variants({record.kind for record in records}, options)
+    return list(dict.fromkeys([*variants, *_with_own_masters(variants)]))
 
 
 def _make_backend(
@@ -308,9 +410,17 @@ def _workload(rule: KernelRule, records: Sequence[ParamRecord], options: Options
         backlog_bytes=_backlog_bytes(records, config, _element_bytes(kinds)),
         tile_bytes=4 * widest * stream_tile_numel(config.tile_numel, arrays),
         num_slots=NUM_SLOTS,
-        chunks=tuple(ChunkSize(chunk.name, chunk.numel) for chunk in chunks),
+        chunks=tuple(_chunk_size(chunk) for chunk in chunks),
         speculates=options.speculates,
+        stream_tile_numel=stream_tile_numel(config.tile_numel, arrays),
+        stream_share=config.stream_share,
+        can_mix=options.backend == "numba" and is_available(),
     )
+
+
+def _chunk_size(chunk: Chunk) -> ChunkSize:
+    first = min((span.param for span in chunk.spans), default=0)
+    return ChunkSize(chunk.name, chunk.numel, first, chunk.kind.grad_bytes, chunk.kind.weight_bytes)
 
 
 def _machine(device: torch.device, config: OffloadConfig) -> Machine:

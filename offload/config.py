@@ -10,7 +10,7 @@ from offload.errors import ConfigError
 
 __all__ = ["BACKENDS", "CLIP_POLICIES", "MODES", "NONFINITE_POLICIES", "OffloadConfig", "check_choice"]
 
-MODES = ("resident", "all-at-once", "chunked-sync", "chunked-stream", "wavefront", "auto")
+MODES = ("resident", "all-at-once", "chunked-sync", "chunked-stream", "wavefront", "hybrid", "auto")
 """Where state lives and when it is stepped; the table in docs/architecture.md says which is which."""
 
 BACKENDS = ("numba", "torch")
@@ -59,6 +59,10 @@ class OffloadConfig:
     pinned_budget: int | None = None
     """Bytes of host memory that may be pinned; None: no limit but the system's own."""
 
+    stream_share: float | None = None
+    """Of ``mode="hybrid"``: how much of the state that is in host memory is stepped on the device, 0 to 1; None: planned
+    from measured rates."""
+
     timeout_s: float = 300.0
     """Seconds after which a wait for the worker raises `DeadlineError`."""
 
@@ -94,6 +98,8 @@ class OffloadConfig:
         for budget in ("host_budget", "device_budget", "pinned_budget"):
             value = getattr(self, budget)
             self._check(budget, value is None or value >= 0, "bytes, zero or more, or None")
+        share = self.stream_share
+        self._check("stream_share", share is None or 0.0 <= share <= 1.0, "a number from 0 to 1, or None")
         self._check("timeout_s", self.timeout_s > 0, "more than 0 seconds")
         self._check("threads", self.threads is None or self.threads >= 1, "at least 1, or None")
         self._check("moments", self.moments == "fp32", "'fp32'")
@@ -122,6 +128,10 @@ class OffloadConfig:
             value = getattr(self, field)
             self._check(field, _is_int(value) or (value is None and field in optional), "an integer")
         self._check("timeout_s", isinstance(self.timeout_s, int | float), "a number of seconds")
+        share = self.stream_share
+        self._check(
+            "stream_share", share is None or isinstance(share, int | float), "a number from 0 to 1, or None"
+        )
 
     def _check(self, field: str, good: bool, expected: str) -> None:
         if not good:

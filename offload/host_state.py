@@ -170,6 +170,10 @@ class HostState:
             for chunk, start in zip(chunks, starts, strict=True)
         ]
 
+    def adopt(self, chunk: Chunk, master: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> None:
+        """Take in a chunk whose state, FP32 ``[chunk.numel]`` each, somebody else owns and releases."""
+        self.chunks[chunk.index] = ChunkState(chunk, master, moments)
+
     def close(self) -> None:
         """Unmap everything; views that are still out keep their memory."""
         self.chunks.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,9 +83,10 @@ class StepReport:
 
 
 class StageClock:
-    """Seconds and counts by stage. Each stage belongs to one thread; `take` is called when that thread is idle."""
+    """Seconds and counts by stage, from any thread; `take` is called when the step's threads are idle."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
@@ -99,14 +101,17 @@ class StageClock:
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds to a stage."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        with self._lock:
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def count(self, name: str, number: int) -> None:
         """Add to a counter."""
-        self._counts[name] = self._counts.get(name, 0) + number
+        with self._lock:
+            self._counts[name] = self._counts.get(name, 0) + number
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds and counts so far; both start again from nothing."""
-        taken = self._seconds, self._counts
-        self._seconds, self._counts = {}, {}
+        with self._lock:
+            taken = self._seconds, self._counts
+            self._seconds, self._counts = {}, {}
         return taken

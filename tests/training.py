@@ -49,6 +49,7 @@ __all__ = [
     "use_lanes",
 ]
 
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ kernel differs from its CPU kernel in most last bits, so a chunk could not move 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from offload.errors import KernelError
 from offload.kernels.backend import Variant
 from offload.kernels.blocks import BLOCK, NORM_BLOCK
+from offload.kernels.launch import Launcher
 from offload.kernels.rule import AdamWRule, Rule
 
 __all__ = ["DeviceBackend", "TileTensors", "is_available"]
@@ -29,6 +31,13 @@ LANES = 32
 #: Norm blocks that one thread block takes, a warp each.
 NORM_BLOCKS_PER_THREAD_BLOCK = BLOCK_THREADS // LANES
 WEIGHT_CODES = {None: 0, torch.bfloat16: 1, torch.float32: 2}
+NUM_POINTERS = 11
+#: Thread blocks that share one block of the table.
+GRID_PARTS = BLOCK // NORM_BLOCK // NORM_BLOCKS_PER_THREAD_BLOCK
+
+
+_Key = tuple[int, bool, bool, torch.dtype | None, bool, bool]
+"""Of a compiled variant: device, BF16 gradient, accumulator, weight's dtype, squared sums, whether it updates."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +75,14 @@ class DeviceBackend:
             )
         self.rule = rule
         self.flush_denormals = bool(flush_denormals)
-        self._kernels: dict[tuple[int, tuple[str, ...]], Any] = {}
+        self._kernels: dict[_Key, Launcher] = {}
 
     def warm(self, variant: Variant, device: torch.device | int | None = None) -> None:
         """Compile a variant for ``device`` (default: the current one)."""
         weight = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[variant.weight]
         with torch.cuda.device(device):
-            self._kernel(self._defines(variant.grad == "bf16", variant.acc, weight, variant.sums))
+            index = torch.cuda.current_device()
+            self._kernel((index, variant.grad == "bf16", variant.acc, weight, variant.sums, True))
 
     def update(
         self,
@@ -85,43 +95,45 @@ class DeviceBackend:
 
         The caller keeps all tensors alive until the stream has passed this point.
         """
-        weight_dtype = None if tile.weight is None else tile.weight.dtype
-        self._launch(tile, rows, select, self._defines_of(tile, weight_dtype), stream)
+        self._launch(tile, rows, select, None if tile.weight is None else tile.weight.dtype, True, stream)
 
     def square_sums(
         self, tile: TileTensors, select: torch.Tensor, stream: torch.cuda.Stream | None = None
     ) -> None:
         """Enqueue ``sums`` and ``nonfinite`` of the selected parameters, with the bits that `update` gives; no update."""
-        self._launch(tile, select, select, (*self._defines_of(tile, None), "-DUPDATE=0"), stream)
-
-    def _defines_of(self, tile: TileTensors, weight: torch.dtype | None) -> tuple[str, ...]:
-        return self._defines(
-            tile.grad.dtype == torch.bfloat16, tile.acc is not None, weight, tile.sums is not None
-        )
+        self._launch(tile, select, select, None, False, stream)
 
     def _launch(
         self,
         tile: TileTensors,
         rows: torch.Tensor,
         select: torch.Tensor,
-        defines: tuple[str, ...],
+        weight: torch.dtype | None,
+        updates: bool,
         stream: torch.cuda.Stream | None,
     ) -> None:
-        num_blocks = len(tile.blocks)
+        num_blocks = tile.blocks.shape[0]
         if num_blocks == 0:
             return
+        device = tile.master.device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        key = (
+            index,
+            tile.grad.dtype == torch.bfloat16,
+            tile.acc is not None,
+            weight,
+            tile.sums is not None,
+            updates,
+        )
         # An absent argument is never read; any tensor serves as its pointer.
         moments = tile.moments or (None, None)
-        optional = (tile.acc, tile.master, *moments, tile.weight, tile.sums, tile.nonfinite)
-        present = [rows if tensor is None else tensor for tensor in optional]
-        parts = BLOCK // NORM_BLOCK // NORM_BLOCKS_PER_THREAD_BLOCK
-        with torch.cuda.device(tile.master.device):
-            self._kernel(defines)(
-                grid=(num_blocks, parts, 1),
-                block=(BLOCK_THREADS, 1, 1),
-                args=[tile.grad, *present, tile.blocks, rows, select],
-                stream=stream,
-            )
+        tensors = (tile.grad, tile.acc, tile.master, *moments, tile.weight, tile.sums, tile.nonfinite)
+        present = [rows if tensor is None else tensor for tensor in tensors]
+        addresses = [tensor.data_ptr() for tensor in (*present, tile.blocks, rows, select)]
+        with _on_device(index):
+            stream = stream or torch.cuda.current_stream(index)
+            # A query binds the device's context to a thread that has not used it yet.
+            self._kernel(key)((num_blocks, GRID_PARTS), stream.cuda_stream, addresses, stream.query)
 
     def _defines(
         self, grad_bf16: bool, has_acc: bool, weight: torch.dtype | None, has_sums: bool
@@ -138,11 +150,28 @@ class DeviceBackend:
         }
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
-    def _kernel(self, defines: tuple[str, ...]) -> Any:
-        key = (torch.cuda.current_device(), defines)
-        if key not in self._kernels:
-            self._kernels[key] = _compile(defines, self.flush_denormals)
-        return self._kernels[key]
+    def _kernel(self, key: _Key) -> Launcher:
+        """The kernel of the current device for this key, compiled when first asked for."""
+        launcher = self._kernels.get(key)
+        if launcher is None:
+            _, grad_bf16, has_acc, weight, has_sums, updates = key
+            defines = self._defines(grad_bf16, has_acc, weight, has_sums)
+            if not updates:
+                defines = (*defines, "-DUPDATE=0")
+            launcher = self._kernels[key] = _launcher(_compile(defines, self.flush_denormals))
+        return launcher
+
+
+def _launcher(kernel: Any) -> Launcher:
+    function = getattr(kernel, "func", None)
+    if not isinstance(function, ctypes.c_void_p) or function.value is None:
+        raise KernelError(f"torch {torch.__version__}: a compiled kernel has no handle that can be launched")
+    return Launcher(function.value, NUM_POINTERS, BLOCK_THREADS, owner=kernel)
+
+
+def _on_device(index: int) -> contextlib.AbstractContextManager[object]:
+    """The guard costs a microsecond and is needed on other devices than the current one only."""
+    return contextlib.nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)
 
 
 def _compile(defines: tuple[str, ...], flush: bool) -> Any:

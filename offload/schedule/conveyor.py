@@ -9,6 +9,10 @@ Three orders hold for every slot, each by one wait of a stream:
 * work begins when the tile has come in (``wait_on_stream``);
 * a tile leaves when its work is done (the ready point that is recorded after it);
 * the next tile comes in when the last one has left (``Slot.free``).
+
+Tiles that will probably be worked on can be named before their trips exist (`Conveyor.expect`): they come in as slots
+allow, so that inside backward the link does not stand still until a gradient is there. An expectation that fails costs
+a copy, never a bit: a tile leaves only when it was worked on.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ from offload.schedule.stream_tiles import StreamTile
 from offload.transfer.transport import Copy, Ready, Transfer, Transport
 
 __all__ = ["Conveyor", "FixedSlots", "FreshSlots", "SlotView", "Slots", "Trip"]
+
+
+TileKey = tuple[int, int]
 
 
 class PieceView(NamedTuple):
@@ -112,8 +119,15 @@ class Slots(Protocol):
     def fit(self, numel: int, num_arrays: int) -> None:
         """Make room for tiles of up to `numel` elements and `num_arrays` arrays. Never between take and rewind."""
 
+    @property
+    def num_idle(self) -> int:
+        """Slots that `take` could still hand out before one is given back."""
+
     def take(self, tile: StreamTile) -> Slot:
-        """The next slot."""
+        """A slot; ``Slot.free`` says when the device is done with what it held."""
+
+    def give(self, slot: Slot) -> None:
+        """Its tile's way is decided: all that will happen in the slot has been enqueued."""
 
     def rewind(self) -> None:
         """Everything has ended: begin again with the first one."""
@@ -123,42 +137,52 @@ class Slots(Protocol):
 
 
 class FixedSlots:
-    """`number` slots, allocated by `fit` and used in turn: device memory does not depend on the model's size."""
+    """At most `number` slots, allocated by `fit`, used first back, first out: device memory does not grow with the model."""
 
     def __init__(self, transport: Transport, number: int) -> None:
         self.ahead = max(number - 1, 1)
         self._transport, self._number = transport, number
         self._size = (0, 0)
         self._slots: list[Slot] = []
-        self._next = 0
+        self._idle: deque[Slot] = deque()
 
     def fit(self, numel: int, num_arrays: int) -> None:
         """See `Slots.fit`."""
         size = max(numel, self._size[0]), max(num_arrays, self._size[1])
         if size != self._size:
             self._size = size
-            self._slots.clear()  # before the new ones are allocated
+            self.clear()  # before the new ones are allocated
             self._slots += [Slot(self._transport, *size) for _ in range(self._number)]
+            self.rewind()
+
+    @property
+    def num_idle(self) -> int:
+        """See `Slots.num_idle`."""
+        return len(self._idle)
 
     def take(self, tile: StreamTile) -> Slot:
         """See `Slots.take`."""
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % self._number
-        return slot
+        return self._idle.popleft()
+
+    def give(self, slot: Slot) -> None:
+        """See `Slots.give`."""
+        self._idle.append(slot)
 
     def rewind(self) -> None:
         """See `Slots.rewind`."""
-        self._next = 0
+        self._idle = deque(self._slots)
 
     def clear(self) -> None:
         """See `Slots.clear`."""
         self._slots.clear()
+        self._idle.clear()
 
 
 class FreshSlots:
     """A slot for every tile, allocated on its way in and freed when all have left: all state at once."""
 
     ahead = None
+    num_idle = 1
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -170,6 +194,9 @@ class FreshSlots:
         """See `Slots.take`."""
         return Slot(self._transport, tile.tile.numel, len(tile.state))
 
+    def give(self, slot: Slot) -> None:
+        """It goes with its tile."""
+
     def rewind(self) -> None:
         """Nothing to begin again."""
 
@@ -178,7 +205,8 @@ class FreshSlots:
 
 
 class _Inside(NamedTuple):
-    trip: Trip
+    """A tile in its slot, and its state's way there."""
+
     slot: Slot
     view: SlotView
     coming: Transfer | None
@@ -200,21 +228,30 @@ class Conveyor:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._transport, self._slots, self._clock, self._stream = transport, slots, clock, stream
-        self._travelling: deque[tuple[Transfer | None, Transfer | None, Trip]] = deque()
+        self._travelling: deque[tuple[Transfer | None, Transfer | None, Trip | None]] = deque()
+        self._expected: deque[StreamTile] = deque()
+        self._early: dict[TileKey, _Inside] = {}
+        self._seen: set[TileKey] = set()
 
     def fit(self, numel: int, num_arrays: int) -> None:
         """See `Slots.fit`. Call `finish` first."""
         self._slots.fit(numel, num_arrays)
 
+    def expect(self, tiles: Iterable[StreamTile]) -> None:
+        """Trips that move the state of `tiles` will come, probably in this order: bring them in as slots allow."""
+        self._expected = deque(tiles)
+        self._seen.clear()
+        self._bring_expected()
+
     def run(self, trips: Iterable[Trip]) -> None:
         """Start all of `trips`; as many as slots allow come in before the first is worked on."""
-        inside: deque[_Inside] = deque()
+        inside: deque[tuple[Trip, _Inside]] = deque()
         for trip in trips:
-            inside.append(self._bring(trip))
+            inside.append((trip, self._bring(trip)))
             if len(inside) == self._slots.ahead:
-                self._work(inside.popleft())
+                self._work(*inside.popleft())
         while inside:
-            self._work(inside.popleft())
+            self._work(*inside.popleft())
 
     def reap(self, most: int) -> None:
         """Forget trips that have ended, and wait for the oldest until at most `most` are left."""
@@ -228,30 +265,65 @@ class Conveyor:
         """Until all that was started has ended. In order, so that only the last one is really waited for."""
         while self._travelling:
             self._wait_for_oldest()
+        self._forget_expected()
+        while self._travelling:
+            self._wait_for_oldest()
         self._slots.rewind()
 
     def recover(self) -> None:
         """Come to rest after an error; transfers that failed are forgotten."""
         self._transport.synchronize()
+        self._forget_expected()
         self._travelling.clear()
         self._slots.rewind()
 
     def close(self) -> None:
         """Free all buffers; the transport must be at rest."""
+        self._forget_expected()
         self._travelling.clear()
         self._slots.clear()
 
     def _bring(self, trip: Trip) -> _Inside:
-        slot = self._slots.take(trip.tile)
-        view = slot.view(trip.tile)
+        if not trip.moves_state:
+            return self._enter(trip.tile, moves_state=False)
+        self._seen.add(trip.tile.key)
+        inside = self._early.pop(trip.tile.key, None)
+        return self._enter(trip.tile, moves_state=True) if inside is None else inside
+
+    def _bring_expected(self) -> None:
+        """One slot stays idle, for a tile that nobody expected."""
+        while self._expected and self._slots.num_idle > 1:
+            tile = self._expected.popleft()
+            if tile.key not in self._seen and tile.key not in self._early:
+                self._early[tile.key] = self._enter(tile, moves_state=True)
+
+    def _enter(self, tile: StreamTile, *, moves_state: bool) -> _Inside:
+        if not self._slots.num_idle:
+            self._evict()
+        slot = self._slots.take(tile)
+        view = slot.view(tile)
         coming = None
-        if trip.moves_state and view.copies_in:
+        if moves_state and view.copies_in:
             coming = self._transport.issue_to_device(view.copies_in, [slot.free])
             self._clock.count("bytes_to_device", coming.num_bytes)
-        return _Inside(trip, slot, view, coming)
+        return _Inside(slot, view, coming)
 
-    def _work(self, inside: _Inside) -> None:
-        trip, slot, view, coming = inside
+    def _evict(self) -> None:
+        """Give the slot of the tile that was expected last to another one; its state on the host is untouched."""
+        _, (slot, _, coming) = self._early.popitem()
+        if coming is not None:
+            slot.free = coming.signal or slot.free
+            self._travelling.append((coming, None, None))
+        self._slots.give(slot)
+
+    def _forget_expected(self) -> None:
+        """What has come in for nothing leaves no trace; its copies are waited for like all others."""
+        self._expected.clear()
+        while self._early:
+            self._evict()
+
+    def _work(self, trip: Trip, inside: _Inside) -> None:
+        slot, view, coming = inside
         with self._on_stream():
             if coming is not None:
                 self._transport.wait_on_stream(coming)
@@ -268,6 +340,8 @@ class Conveyor:
             self._clock.count("bytes_to_host", leaving.num_bytes)
             slot.free = leaving.signal or done
         self._travelling.append((coming, leaving, trip))
+        self._slots.give(slot)
+        self._bring_expected()
 
     def _wait_for_oldest(self) -> None:
         coming, leaving, _ = self._travelling[0]

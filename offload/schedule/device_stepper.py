@@ -3,11 +3,14 @@
 Nothing moves, so nothing is tiled: each parameter is one kernel launch, which reads the gradient and writes the
 compute weight in place. Gradients are held as they come; accumulators are FP32 and on the device, so that the sums,
 and with them all bits, are those of the other placements.
+
+Without a GPU the same code serves beside other placements: state is plain memory, and the host kernels compute on the
+worker's thread, the only one that may run them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +26,7 @@ from offload.schedule.device_gradients import DeviceGradients
 from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
+from offload.schedule.worker import Call, Worker
 from offload.transfer.deadline import synchronize_device
 
 __all__ = ["DeviceStepper"]
@@ -47,7 +51,8 @@ class DeviceStepper:
 
     Args:
         device: where parameters and state are.
-        updater: computes there.
+        updater: computes there; started by the caller.
+        worker: told of errors inside backward; without a GPU its thread computes.
         flush_denormals: as for the host kernels.
         timeout_s: longest wait for the device, in seconds.
     """
@@ -57,20 +62,23 @@ class DeviceStepper:
         *,
         device: torch.device,
         updater: Updater,
+        worker: Worker,
         flush_denormals: bool,
         fused_sums: bool,
         clock: StageClock,
         timeout_s: float,
     ) -> None:
         self._timeout_s = timeout_s
-        self._device, self._updater, self._clock = device, updater, clock
+        self._device, self._updater, self._worker, self._clock = device, updater, worker, clock
+        self._on_gpu = device.type == "cuda"
         self._fused_sums = fused_sums
         self._gradients = DeviceGradients(flush_denormals=flush_denormals)
         self._params: dict[int, _Resident] = {}
         self._chunks: dict[int, Chunk] = {}
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._early: set[int] = set()
-        self._speculative = False
+        self._num_early = self._num_late = 0
+        self._holds = False
 
     @property
     def rule(self) -> Rule:
@@ -103,7 +111,7 @@ class DeviceStepper:
 
     def begin_step(self, *, speculative: bool) -> None:
         """See `Stepper.begin_step`. There is no second set of state here: in speculative steps all is held."""
-        self._speculative = speculative
+        self._holds = speculative
 
     def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.accumulate`."""
@@ -115,15 +123,18 @@ class DeviceStepper:
 
     def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
         """See `Stepper.step_early`: on the stream of backward, as soon as the hook has fired."""
-        if self._speculative:
-            self.hold(record, gradient)
-            return
         resident = self._params[record.index]
         self._gradients.hold(record.index, gradient)
-        row = rows[resident.chunk][resident.span.row]
-        self._update(resident, self._updater.upload(row[np.newaxis])[0])
-        self._gradients.forget(record.index)
+        if self._holds:
+            return
         self._early.add(resident.chunk)
+        self._num_early += 1
+        row = rows[resident.chunk][resident.span.row]
+        try:
+            self._update(resident, self._updater.upload(row[np.newaxis])[0])
+        except Exception as error:  # noqa: BLE001 - nothing may be raised inside backward: the next public call does
+            self._worker.fail(error)
+        self._gradients.forget(record.index)
 
     @property
     def stepped_early(self) -> list[str]:
@@ -133,7 +144,8 @@ class DeviceStepper:
     def measure(self) -> None:
         """See `Stepper.measure`."""
         for resident in self._waiting():
-            self._updater.measure(self._tile(resident, with_sums=True))
+            tile = self._tile(resident, with_sums=True)
+            self._run(lambda tile=tile: self._updater.measure(tile))  # type: ignore[misc]
 
     def commit(self) -> list[int]:
         """See `Stepper.commit`: nothing was done early."""
@@ -149,7 +161,7 @@ class DeviceStepper:
             uploaded = self._updater.upload(np.stack([rows[r.chunk][r.span.row] for r in waiting]))
             for resident, row in zip(waiting, uploaded, strict=True):
                 self._update(resident, row)
-        self._clock.count("late_tiles", len(waiting))
+        self._num_late += len(waiting)
 
     def block_sums(self, chunk: int) -> BlockSums:
         """See `Stepper.block_sums`."""
@@ -162,15 +174,23 @@ class DeviceStepper:
         Raises:
             DeadlineError: the device does not come to rest.
         """
-        synchronize_device(self._device, self._timeout_s)
+        if self._on_gpu:
+            synchronize_device(self._device, self._timeout_s)
+        else:
+            self._worker.call(lambda: None)
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
+        self._clock.count("early_tiles", self._num_early)
+        self._clock.count("late_tiles", self._num_late)
         self._gradients.clear()
         self._early.clear()
+        self._num_early = self._num_late = 0
+        self._holds = False
 
     def load_weights(self, records: Sequence[ParamRecord], *, force: bool = False) -> set[int]:
         """See `Stepper.load_weights`."""
+        self._rest()
         masters = [(record, self._params[record.index].master) for record in records]
         return {
             record.index for record, master in masters if load_weight(master, record.weight(), force=force)
@@ -178,6 +198,7 @@ class DeviceStepper:
 
     def store_weights(self, records: Sequence[ParamRecord]) -> None:
         """See `Stepper.store_weights`."""
+        self._rest()
         for record in records:
             store_weight(record.weight(), self._params[record.index].master)
             torch.autograd.graph.increment_version(record.param)
@@ -190,6 +211,7 @@ class DeviceStepper:
 
     def close(self) -> None:
         """See `Stepper.close`."""
+        self._worker.close()
         self._gradients.clear()
         self._params.clear()
         self._sums.clear()
@@ -221,12 +243,25 @@ class DeviceStepper:
     def _update(self, resident: _Resident, row: Any) -> None:
         """Gradients were made on backward's stream and are used on the current one: the allocator must know."""
         tile = self._tile(resident, with_sums=self._fused_sums)
-        self._updater.update(tile, row)
-        stream = torch.cuda.current_stream(self._device)
-        for gradient in (tile.grad, tile.acc):
-            if gradient is not None:
-                gradient.record_stream(stream)
+        self._run(lambda: self._updater.update(tile, row))
+        if self._on_gpu:
+            stream = torch.cuda.current_stream(self._device)
+            for gradient in (tile.grad, tile.acc):
+                if gradient is not None:
+                    gradient.record_stream(stream)
         torch.autograd.graph.increment_version(resident.record.param)
+
+    def _run(self, function: Callable[[], None]) -> None:
+        """On the current stream; without a GPU, on the thread that computes, after what it has to do."""
+        if self._on_gpu:
+            function()
+        else:
+            self._worker.submit(Call(function))
+
+    def _rest(self) -> None:
+        """The device orders what touches state by its stream; the host does not."""
+        if not self._on_gpu:
+            self.finish()
 
     def _tile(self, resident: _Resident, *, with_sums: bool) -> TileTensors:
         gradient, accumulated = self._gradients.take(resident.record.index)

@@ -97,6 +97,11 @@ class HostStepper:
             transport.close()
             raise
 
+    @property
+    def backend(self) -> Backend:
+        """Who computes; on the worker's thread alone."""
+        return self._backend
+
     # State ------------------------------------------------------------------------------------------------------
 
     def add_chunks(
@@ -128,6 +133,28 @@ class HostStepper:
         if self._pin_gradients:
             on_cuda = self._transport.device.type == "cuda"
             self._gradients.reserve(chunks, pin_for=self._transport.device if on_cuda else None)
+
+    def adopt_chunks(
+        self,
+        chunks: Sequence[Chunk],
+        records: Mapping[int, ParamRecord],
+        state: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
+        """Be able to step chunks whose state another stepper keeps in host memory.
+
+        Args:
+            state: by chunk index, FP32 ``[chunk.numel]``: master, then the moments in the rule's order.
+        """
+        self._fit_rings(chunks)
+        for chunk in chunks:
+            master, *moments = state[chunk.index]
+            self._state.adopt(chunk, master, tuple(moments))
+            self._register(chunk, records)
+
+    def aim(self, records: Sequence[ParamRecord]) -> None:
+        """Find the compute weights of `records` again, which may have moved."""
+        for plan in self._plans_of(records):
+            plan.aim()
 
     def _register(self, chunk: Chunk, records: Mapping[int, ParamRecord]) -> None:
         state = self._state.chunks[chunk.index]

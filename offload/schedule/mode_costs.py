@@ -70,10 +70,13 @@ class Machine:
 
 
 class ChunkSize(NamedTuple):
-    """A chunk by name, and its elements."""
+    """A chunk by name, its elements, the index of its first parameter, and bytes per element of gradient and weight."""
 
     name: str
     numel: int
+    first_param: int = 0
+    grad_bytes: int = 2
+    weight_bytes: int = 2
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,9 @@ class Workload:
 
     `ring_bytes`: of both rings. `backlog_bytes`: gradients that may wait on the device for the worker. `own_master_numel`:
     elements of FP32 weights, which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the
-    device buffers of chunked-stream. `speculates`: a wavefront wants a second set of state. `backward_s`: seconds that
-    backward takes; None: not known.
+    device buffers of chunked-stream. `speculates`: a wavefront wants a second set of state. `stream_tile_numel`: elements of
+    such a tile. `stream_share`: of a hybrid, where the user fixed it. `can_mix`: whether host and device compute the same
+    bits here. `backward_s`: seconds that backward takes; None: not known.
     """
 
     numel: int
@@ -99,6 +103,9 @@ class Workload:
     num_slots: int = 1
     chunks: tuple[ChunkSize, ...] = ()
     speculates: bool = False
+    stream_tile_numel: int = 1
+    stream_share: float | None = None
+    can_mix: bool = False
     backward_s: float | None = None
 
     @property

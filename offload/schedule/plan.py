@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from offload.errors import MemoryBudgetError
 from offload.rates import Rates
+from offload.schedule.hybrid_plan import Balance, balance, device_room, hybrid_needs, num_stream_slots, place
 from offload.schedule.mode_costs import (
     PLACEMENTS,
     ChunkSize,
     Machine,
+    Needs,
     Placement,
     Workload,
     cost_of,
@@ -32,6 +34,13 @@ HIDDEN_SHARE = 0.5
 """Of an update on the host that is taken to hide behind backward, where backward's length is not known."""
 
 
+UNMEASURED_SHARE = 0.5
+"""Of a hybrid's state that is streamed where neither the user nor rates say how much."""
+
+HYBRID_GAIN = 0.9
+"""A hybrid pins state and takes device memory: `auto` chooses it only if it exposes less than this part of the next best."""
+
+
 class ChunkPlan(NamedTuple):
     """Where a chunk goes."""
 
@@ -44,6 +53,7 @@ class ChunkPlan(NamedTuple):
 class Plan:
     """The chosen mode, what it takes (bytes), and the reasons in plain words. ``str()`` is readable.
 
+    `stream_share`, `num_slots`: of a hybrid, the share of host state that is streamed and the device buffers for it.
     `device_bytes`: what the optimizer itself takes there, in `step()` at the most. `peak_device_bytes`: the same with
     weights and the gradients that are there at that time, and with nothing else (activations are not known). `step_s`:
     expected seconds of the update, hidden or not; None where rates were not measured. `shadow_bytes`, `pins_gradients`:
@@ -60,6 +70,13 @@ class Plan:
     chunks: tuple[ChunkPlan, ...] = ()
     shadow_bytes: int = 0
     pins_gradients: bool = False
+    stream_share: float | None = None
+    num_slots: int = 0
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of the chunks, in order."""
+        return tuple(chunk.placement for chunk in self.chunks)
 
     def __str__(self) -> str:
         amounts = (
@@ -99,7 +116,11 @@ def plan(requested: str, workload: Workload, machine: Machine, rates: Rates | No
 
 def needs_rates(requested: str, workload: Workload, machine: Machine) -> bool:
     """Whether `plan` would choose by rates."""
-    return requested == "auto" and machine.has_gpu and not _fits_on_device(workload, machine)
+    if not machine.has_gpu:
+        return False
+    if requested == "hybrid":
+        return workload.stream_share is None
+    return requested == "auto" and not _fits_on_device(workload, machine)
 
 
 def _choose(workload: Workload, machine: Machine, rates: Rates | None) -> Plan:
@@ -122,7 +143,8 @@ def _choose(workload: Workload, machine: Machine, rates: Rates | None) -> Plan:
             wavefront, "streamed state leaves gradients on the device, where there is no room for them"
         )
     if not short and not too_short:
-        return _faster(wavefront, streamed, workload)
+        best = _faster(wavefront, streamed, workload)
+        return _or_hybrid(best, workload, machine, rates, reason)
     if too_short < short:
         return _with(streamed, f"a wavefront would need {gib(short)} more of host memory than there is")
     return wavefront
@@ -131,22 +153,40 @@ def _choose(workload: Workload, machine: Machine, rates: Rates | None) -> Plan:
 def _faster(wavefront: Plan, streamed: Plan, workload: Workload) -> Plan:
     if wavefront.step_s is None or streamed.step_s is None:
         return wavefront
-    if workload.backward_s is None:
-        hidden, how = (
-            HIDDEN_SHARE * wavefront.step_s,
-            f"{HIDDEN_SHARE:.0%} of it taken to hide behind backward",
-        )
-    else:
-        hidden, how = (
-            min(workload.backward_s, wavefront.step_s),
-            f"{workload.backward_s:.2f} s of backward to hide behind",
-        )
-    exposed = wavefront.step_s - hidden
+    how = (
+        f"{HIDDEN_SHARE:.0%} of it taken to hide behind backward"
+        if workload.backward_s is None
+        else f"{workload.backward_s:.2f} s of backward to hide behind"
+    )
+    exposed = _exposed(wavefront, workload)
     words = (
         f"an update on the host takes {wavefront.step_s:.2f} s ({how}), one on the device with its state streamed "
         f"{streamed.step_s:.2f} s"
     )
     return _with(wavefront if exposed <= streamed.step_s else streamed, words)
+
+
+def _exposed(made: Plan, workload: Workload) -> float:
+    """Seconds of the update that backward does not hide, for modes that step inside backward."""
+    seconds = made.step_s or 0.0
+    if made.mode not in ("wavefront", "hybrid"):
+        return seconds
+    hidden = HIDDEN_SHARE * seconds if workload.backward_s is None else min(workload.backward_s, seconds)
+    return seconds - hidden
+
+
+def _or_hybrid(best: Plan, workload: Workload, machine: Machine, rates: Rates | None, reason: str) -> Plan:
+    """The hybrid instead of `best`, where rates say that it is clearly faster, and it fits."""
+    if rates is None or not workload.can_mix:
+        return best
+    hybrid = _make("hybrid", workload, machine, rates, reason)
+    before, after = _exposed(best, workload), _exposed(hybrid, workload)
+    words = (
+        f"a hybrid would leave {1e3 * after:.0f} ms of the update exposed, {best.mode} {1e3 * before:.0f} ms"
+    )
+    if _missing(hybrid, machine):
+        return _with(best, f"{words}, but it needs {gib(_missing(hybrid, machine))} more than there is")
+    return _with(hybrid if after < HYBRID_GAIN * before else best, words)
 
 
 def _fits_on_device(workload: Workload, machine: Machine) -> bool:
@@ -162,22 +202,90 @@ def _device_limit(machine: Machine) -> tuple[int, str]:
 
 
 def _make(mode: str, workload: Workload, machine: Machine, rates: Rates | None, reason: str) -> Plan:
+    known = rates if machine.has_gpu else None
+    if mode == "hybrid":
+        return _make_hybrid(workload, machine, known, reason)
     needs = needs_of(mode, workload, machine)
-    reasons = [reason, *needs.words]
-    if needs.host > machine.available_host_bytes:
-        reasons.append(
-            f"beware: only {gib(machine.available_host_bytes)} of host memory are available right now"
+    return _plan_of(
+        mode,
+        workload,
+        machine,
+        needs,
+        reasons=(reason, *needs.words),
+        step_s=None if known is None else cost_of(mode, workload, known),
+        placements=(PLACEMENTS[mode],) * len(workload.chunks),
+    )
+
+
+def _make_hybrid(workload: Workload, machine: Machine, rates: Rates | None, reason: str) -> Plan:
+    room = device_room(workload, machine)
+    share, found, words = _share(workload, room, rates)
+    placements = place(workload.chunks, share, room)
+    needs = hybrid_needs(workload, machine, placements)
+    made = _plan_of(
+        "hybrid",
+        workload,
+        machine,
+        needs,
+        reasons=(reason, words, *needs.words),
+        step_s=found.step_s if found else None,
+        placements=placements,
+    )
+    slots = num_stream_slots(workload.chunks, placements, workload.stream_tile_numel)
+    return replace(made, stream_share=share, num_slots=slots)
+
+
+def _share(workload: Workload, room: int, rates: Rates | None) -> tuple[float, Balance | None, str]:
+    """How much of the host's state is streamed, and why."""
+    if workload.stream_share is not None:
+        return workload.stream_share, None, f"stream_share={workload.stream_share} was asked for"
+    if rates is None:
+        return (
+            UNMEASURED_SHARE,
+            None,
+            f"no rates are known: {UNMEASURED_SHARE:.0%} of the host's state is streamed",
         )
-    placement = PLACEMENTS[mode]
+    resident = place(workload.chunks, 0.0, room)
+    numel = sum(c.numel for c, p in zip(workload.chunks, resident, strict=True) if p is Placement.HOST)
+    found = balance(
+        numel,
+        stream_bytes=4 * workload.state_arrays,
+        edge_bytes=2,
+        rates=rates,
+        backward_s=workload.backward_s,
+    )
+    words = (
+        f"{found.share:.0%} of the host's state is streamed: the host's kernels then take {1e3 * found.host_s:.0f} ms, "
+        f"the link {1e3 * found.link_s:.0f} ms, at the same time"
+    )
+    return found.share, found, words
+
+
+def _plan_of(
+    mode: str,
+    workload: Workload,
+    machine: Machine,
+    needs: Needs,
+    *,
+    reasons: tuple[str, ...],
+    step_s: float | None,
+    placements: tuple[Placement, ...],
+) -> Plan:
+    if needs.host > machine.available_host_bytes:
+        beware = f"beware: only {gib(machine.available_host_bytes)} of host memory are available right now"
+        reasons = (*reasons, beware)
     return Plan(
         mode,
         needs.device,
         needs.host,
         needs.pinned,
-        tuple(reasons),
+        reasons,
         peak_device_bytes=(needs.device + needs.gradients + workload.weight_bytes) * machine.has_gpu,
-        step_s=None if rates is None or not machine.has_gpu else cost_of(mode, workload, rates),
-        chunks=tuple(ChunkPlan(chunk.name, chunk.numel, placement) for chunk in workload.chunks),
+        step_s=step_s,
+        chunks=tuple(
+            ChunkPlan(chunk.name, chunk.numel, placement)
+            for chunk, placement in zip(workload.chunks, placements, strict=True)
+        ),
         shadow_bytes=needs.shadow,
         pins_gradients=needs.pins_gradients,
     )

@@ -4,21 +4,26 @@ Gradients stay on the device. At ``step()`` tiles of state travel through a few 
 are stepped by the kernel whose bits are the host's; compute weights are written in place. The update is elementwise, so
 the buffers need not hold a layer, and their size does not depend on the model's.
 
-On a GPU everything is enqueued by the calling thread. Without one, the device buffers are plain memory, the host
-kernels compute, and the same code runs on the worker's thread, the only one that may run them.
+On a GPU everything is enqueued by the calling thread, or by a thread of its own where chunks are stepped inside
+backward: a trip costs 0.2 ms of Python, which a gradient hook must not pay. Without a GPU, the device buffers are plain
+memory, the host kernels compute, and the same code runs on the worker's thread, the only one that may run them.
+
+Inside backward the tiles come in before their gradients do, in the order of the step before (`expect`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from offload.errors import DeadlineError, StateError
+from offload.errors import DeadlineError, StateError, WorkerError
 from offload.kernels.device import TileTensors
 from offload.kernels.rule import Rule
 from offload.layout import ALIGN, Chunk, Piece
@@ -27,7 +32,8 @@ from offload.report import StageClock
 from offload.schedule.conveyor import Conveyor, PieceView, Slots, SlotView, Trip
 from offload.schedule.device_gradients import DeviceGradients
 from offload.schedule.stepper import BlockSums, Rows
-from offload.schedule.stream_tiles import StreamState, StreamTile, fill_zero
+from offload.schedule.stream_tiles import Place, StreamState, StreamTile, fill_zero
+from offload.schedule.tile_job import Gate, TileJob
 from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
 from offload.schedule.worker import Call, Worker
@@ -35,6 +41,9 @@ from offload.transfer.deadline import synchronize_device
 from offload.transfer.transport import Ready, Transport
 
 __all__ = ["BUFFER_BYTES", "NUM_SLOTS", "StreamStepper", "stream_tile_numel"]
+
+RUNNING_JOBS = 2
+"""Trips that the computing thread may have before it: one that it runs, one next. All others wait in the queue."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +75,8 @@ class StreamStepper:
         tile_numel: most elements of a tile.
         backlog_tiles: tiles whose gradients may be kept alive by early updates that have not ended.
         fused_sums: see `Stepper`.
+        issuer: a worker of this stepper alone, closed with it, whose thread enqueues on a GPU; None: the caller does.
+        alone: False where other steppers update other chunks in the same step, so that no failure leaves all as it was.
     """
 
     def __init__(
@@ -81,10 +92,19 @@ class StreamStepper:
         flush_denormals: bool,
         fused_sums: bool,
         clock: StageClock,
+        issuer: Worker | None = None,
+        alone: bool = True,
     ) -> None:
         self._transport, self._updater, self._worker, self._clock = transport, updater, worker, clock
-        self._fused_sums, self._backlog_tiles = fused_sums, backlog_tiles
+        self._fused_sums, self._backlog_tiles, self._alone = fused_sums, backlog_tiles, alone
         self._on_gpu = transport.device.type == "cuda"
+        self._issuer = issuer if self._on_gpu else None
+        self._runner = self._issuer if self._on_gpu else worker
+        self._gate = Gate(RUNNING_JOBS)
+        self._uploaded: tuple[Rows, dict[int, Any]] | None = None
+        self._fired: dict[int, None] = {}
+        self._expected: list[StreamTile] = []
+        self._holds = False
         self._conveyor = Conveyor(transport, slots, clock, stream=stream)
         self._gradients = DeviceGradients(flush_denormals=flush_denormals)
         self._state = StreamState(
@@ -93,10 +113,12 @@ class StreamStepper:
             touch=fill_zero,
             tile_numel=stream_tile_numel(tile_numel, 1 + len(updater.rule.state_names)),
         )
-        self._changed = self._speculative = False
+        self._changed = False
         self._reset_books()
         try:
             updater.start() if self._on_gpu else worker.call(updater.start)
+            if self._issuer is not None:
+                self._issuer.call(transport.attach_thread)
         except BaseException:
             transport.close()
             raise
@@ -130,6 +152,16 @@ class StreamStepper:
         """See `Stepper.state`. An FP32 weight is its own master."""
         return self._state.places[record.index].state()
 
+    def chunk_state(self, chunk: int) -> list[torch.Tensor]:
+        """FP32 ``[chunk.numel]`` in host memory: the master, where there is one of its own, then the moments."""
+        return list(self._state.chunks[chunk].arrays.values())
+
+    def aim(self, records: Iterable[ParamRecord]) -> None:
+        """Find the compute weights of `records` again, which may have moved."""
+        for record in records:
+            for tile, _ in self._state.places[record.index].parts:
+                tile.aim()
+
     def block_sums(self, chunk: int) -> BlockSums:
         """See `Stepper.block_sums`."""
         state = self._state.chunks[chunk]
@@ -138,13 +170,13 @@ class StreamStepper:
     def load_weights(self, records: Sequence[ParamRecord], *, force: bool = False) -> set[int]:
         """See `Stepper.load_weights`."""
         self.finish()
-        self._aim(records)
+        self.aim(records)
         return {r.index for r in records if load_weight(self._master(r), r.weight(), force=force)}
 
     def store_weights(self, records: Sequence[ParamRecord]) -> None:
         """See `Stepper.store_weights`."""
         self.finish()
-        self._aim(records)
+        self.aim(records)
         for record in records:
             store_weight(record.weight(), self._master(record))
             torch.autograd.graph.increment_version(record.param)
@@ -159,7 +191,7 @@ class StreamStepper:
 
     def begin_step(self, *, speculative: bool) -> None:
         """See `Stepper.begin_step`. There is no second set of state here: in speculative steps all is held."""
-        self._speculative = speculative
+        self._holds = speculative
 
     def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.accumulate`."""
@@ -168,13 +200,13 @@ class StreamStepper:
     def hold(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.hold`."""
         self._gradients.hold(record.index, gradient)
+        self.note_fire(record.index)
 
     def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
         """See `Stepper.step_early`."""
-        if self._speculative:
-            self.hold(record, gradient)
+        self.hold(record, gradient)
+        if self._holds:
             return
-        self._gradients.hold(record.index, gradient)
         self._arrived[record.index] = self._transport.record_ready()
         complete = [
             tile
@@ -186,7 +218,19 @@ class StreamStepper:
         self._early |= {tile.key: tile for tile in complete}
         trips = self._step_trips(complete, rows)
         self._let_go(complete)
-        self._do_later(lambda: self._run_early(trips))
+        for trip in trips:
+            self._do_later(partial(self._run_early, trip))
+
+    def expect(self, chunks: Collection[int]) -> None:
+        """At a backward's first update: let state of `chunks` come in, in the order of the last backward."""
+        tiles = [tile for tile in self._expected if tile.key[0] in chunks]
+        if tiles and not self._holds:
+            self._do_later(lambda: self._conveyor.expect(tiles), changes=False)
+
+    def note_fire(self, param: int) -> None:
+        """The last gradient of a parameter has come, whoever steps it: what the order of tiles is known from."""
+        self._fired.pop(param, None)
+        self._fired[param] = None
 
     @property
     def stepped_early(self) -> list[str]:
@@ -217,6 +261,9 @@ class StreamStepper:
         tiles = self._waiting_tiles()
         trips = self._step_trips(tiles, rows)
         self._late += len(tiles)
+        if not self._alone:
+            self._do_later(lambda: self._conveyor.run(trips))
+            return
         with self._clock.stage("issue"):
             self._do(lambda: self._conveyor.run(trips))
 
@@ -226,24 +273,55 @@ class StreamStepper:
         Raises:
             DeadlineError: the device does not come to rest; the optimizer cannot go on.
         """
+        if (
+            self._on_gpu and self._runner is None
+        ):  # first, because the conveyor's own waits have no deadline then
+            self._rest()
+        self.settle()
+        if self._on_gpu:
+            self._rest()
+
+    def _rest(self) -> None:
         with self._clock.stage("wait_state"):
-            if self._on_gpu:  # first, because the conveyor's waits for events have no deadline
-                try:
-                    synchronize_device(self._transport.device, self._worker.timeout_s)
-                except DeadlineError as error:
-                    self._worker.fail(error)
-                    raise
+            try:
+                synchronize_device(self._transport.device, self._worker.timeout_s)
+            except DeadlineError as error:
+                self._worker.fail(error)
+                raise
+
+    def settle_later(self) -> Future[float]:
+        """The same without blocking; the result is when it was done, by ``time.perf_counter``.
+
+        For steppers with a thread that computes; errors come at `settle`.
+        """
+
+        def settle() -> float:
+            self._guard(self._conveyor.finish)
+            return time.perf_counter()
+
+        assert self._runner is not None
+        call = Call(settle)
+        self._runner.submit(call)
+        return call.future
+
+    def settle(self) -> None:
+        """Block until all tiles have left; unlike `finish`, without waiting for the device's other work."""
+        with self._clock.stage("wait_state"):
             self._do(self._conveyor.finish)
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
         self._clock.count("early_tiles", len(self._early))
         self._clock.count("late_tiles", self._late)
+        if self._fired:
+            self._expected = self._completed_by(self._fired)
         self._reset_books()
 
     def close(self) -> None:
         """See `Stepper.close`. Memory is unmapped last: no copy may be running then."""
         self._worker.close()
+        if self._issuer is not None:
+            self._issuer.close()
         self._transport.close()
         self._conveyor.close()
         self._reset_books()
@@ -258,6 +336,20 @@ class StreamStepper:
         self._early: dict[tuple[int, int], StreamTile] = {}
         self._late = 0
         self._changed = False
+        self._uploaded = None
+        self._fired = {}
+        self._holds = False
+
+    def _completed_by(self, fired: Iterable[int]) -> list[StreamTile]:
+        """Tiles in the order in which these gradients complete them."""
+        missing: dict[tuple[int, int], int] = {}
+        tiles = []
+        for param in fired:
+            for tile, _ in self._state.places[param].parts:
+                left = missing[tile.key] = missing.get(tile.key, len(tile.tile.pieces)) - 1
+                if not left:
+                    tiles.append(tile)
+        return tiles
 
     def _is_complete_with_one_more(self, tile: StreamTile) -> bool:
         missing = self._missing.get(tile.key, len(tile.tile.pieces)) - 1
@@ -293,31 +385,34 @@ class StreamStepper:
         params = sorted({tile.tile.pieces[index].param for tile in tiles for index, _ in waiting[tile.key]})
         if not params:
             return []
-        uploaded = dict(zip(params, self._updater.upload(self._rows_of(params, rows)), strict=True))
         now = self._transport.record_ready()
         trips = []
         for tile in tiles:
-            pieces = tile.tile.pieces
-            work = partial(
-                self._update, tile, waiting[tile.key], [uploaded.get(piece.param) for piece in pieces]
-            )
-            arrived = [self._arrived[piece.param] for piece in pieces if piece.param in self._arrived]
+            arrived = [
+                self._arrived[piece.param] for piece in tile.tile.pieces if piece.param in self._arrived
+            ]
+            work = partial(self._update, tile, waiting[tile.key], rows)
             trips.append(Trip(tile, work, True, self._fused_sums, [now, *arrived]))
         for param in params:
             torch.autograd.graph.increment_version(self._state.records[param].param)
         return trips
 
-    def _rows_of(self, params: Sequence[int], rows: Rows) -> np.ndarray:
-        places = [self._state.places[param] for param in params]
-        return np.stack([rows[place.chunk.chunk.index][place.span.row] for place in places])
-
     def _update(
-        self, tile: StreamTile, waiting: Sequence[tuple[int, Gradient]], rows: Sequence[Any], view: SlotView
+        self, tile: StreamTile, waiting: Sequence[tuple[int, Gradient]], rows: Rows, view: SlotView
     ) -> None:
+        uploaded = self._upload(rows, [tile.tile.pieces[index].param for index, _ in waiting])
         self._changed = True
         for index, gradient in waiting:
             tensors = self._tensors(tile, index, view.pieces[index], gradient, with_sums=self._fused_sums)
-            self._updater.update(tensors, rows[index])
+            self._updater.update(tensors, uploaded[tile.tile.pieces[index].param])
+
+    def _upload(self, rows: Rows, params: Sequence[int]) -> Mapping[int, Any]:
+        """All rows at once, when a step's first tile needs them, on the computing thread and in line with its work."""
+        if self._uploaded is None or self._uploaded[0] is not rows or params[0] not in self._uploaded[1]:
+            places = {param: place for param, place in self._state.places.items() if _index(place) in rows}
+            table = np.stack([rows[_index(place)][place.span.row] for place in places.values()])
+            self._uploaded = rows, dict(zip(places, self._updater.upload(table), strict=True))
+        return self._uploaded[1]
 
     def _measure(self, tile: StreamTile, waiting: Sequence[tuple[int, Gradient]], view: SlotView) -> None:
         for index, gradient in waiting:
@@ -340,8 +435,8 @@ class StreamStepper:
             blocks=self._updater.blocks(piece.numel),
         )
 
-    def _run_early(self, trips: Sequence[Trip]) -> None:
-        self._conveyor.run(trips)
+    def _run_early(self, trip: Trip) -> None:
+        self._conveyor.run([trip])
         self._conveyor.reap(self._backlog_tiles)
 
     # Threads and errors -----------------------------------------------------------------------------------------
@@ -353,25 +448,34 @@ class StreamStepper:
             StateError: it failed, and nothing had been changed since the last step.
             WorkerError: it failed otherwise: some tiles hold the new step, others the old one.
         """
-        if not self._on_gpu:
-            self._worker.call(lambda: self._guard(function))
-            return
         try:
-            self._guard(function)
+            if self._runner is None:
+                self._guard(function)
+            else:
+                self._runner.call(lambda: self._guard(function))
+        except WorkerError as error:
+            self._give_up(error)
+            raise
         except Exception:
             self._worker.raise_error()
             raise
 
-    def _do_later(self, function: Callable[[], None]) -> None:
+    def _do_later(self, function: Callable[[], None], *, changes: bool = True) -> None:
         """The same from a gradient hook, in which nothing may be raised: the next public call does."""
-        self._changed = True
-        if not self._on_gpu:
-            self._worker.submit(Call(lambda: self._guard(function)))
+        self._changed |= changes
+        if self._runner is not None:
+            self._runner.submit(TileJob(lambda: self._guard(function), self._gate, self._give_up))
             return
         try:
             self._guard(function)
         except Exception:
             logger.debug("kept for the next public call", exc_info=True)
+
+    def _give_up(self, error: BaseException) -> None:
+        """What ended the thread that issues ends the whole optimizer."""
+        if self._runner is not self._worker:
+            cause = error.__cause__ if isinstance(error, WorkerError) else None
+            self._worker.fail(error if isinstance(error, DeadlineError) else cause or error)
 
     def _guard(self, function: Callable[[], None]) -> None:
         if self._worker.failed:
@@ -379,7 +483,7 @@ class StreamStepper:
         try:
             function()
         except BaseException as error:
-            if self._changed or not isinstance(error, Exception):
+            if self._changed or not self._alone or not isinstance(error, Exception):
                 self._worker.fail(error)
                 raise
             self._conveyor.recover()
@@ -402,10 +506,9 @@ class StreamStepper:
             record.local(self._master(record)).copy_(given)
             check_given_master(record, self._master(record))
 
-    def _aim(self, records: Iterable[ParamRecord]) -> None:
-        for record in records:
-            for tile, _ in self._state.places[record.index].parts:
-                tile.aim()
+
+def _index(place: Place) -> int:
+    return place.chunk.chunk.index
 
 
 def _part(flat: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
+UPLOAD_ROWS = 1024
+"""Rows of hyperparameters (32 bytes each at most) in one copy: 64 KiB are what CUDA copies without a wait."""
+
 
 class Updater(Protocol):
     """Steps a part of one parameter; asynchronous where the device is. The caller keeps tensors and rows alive."""
@@ -90,8 +93,10 @@ class DeviceUpdater:
             self._backend.warm(variant, self._device)
 
     def upload(self, rows: Array) -> Sequence[torch.Tensor]:
-        uploaded = torch.from_numpy(np.ascontiguousarray(rows)).to(self._device)
-        return [uploaded[index : index + 1] for index in range(len(rows))]
+        """Does not wait for the stream: CUDA takes so small pageable copies into its command queue."""
+        source = torch.from_numpy(np.ascontiguousarray(rows))
+        parts = [part.to(self._device, non_blocking=True) for part in source.split(UPLOAD_ROWS)]
+        return [row for part in parts for row in part.split(1)]
 
     def update(self, tile: TileTensors, row: torch.Tensor) -> None:
         self._backend.update(tile, row, self._select)
@@ -133,11 +138,15 @@ class FusedUpdater:
 
 
 class HostUpdater:
-    """The host kernels on tensors in host memory: what runs where there is no device. On the worker's thread alone."""
+    """The host kernels on tensors in host memory: what runs where there is no device. On the worker's thread alone.
 
-    def __init__(self, backend: Backend) -> None:
+    Args:
+        starts: False where somebody else starts `backend`.
+    """
+
+    def __init__(self, backend: Backend, *, starts: bool = True) -> None:
         self.blocks = _Blocks(torch.device("cpu"))
-        self._backend = backend
+        self._backend, self._starts = backend, starts
         self._prepared: set[Variant] = set()
         self._select = np.ones(1, np.uint8)
 
@@ -146,7 +155,8 @@ class HostUpdater:
         return self._backend.rule
 
     def start(self) -> None:
-        self._backend.start()
+        if self._starts:
+            self._backend.start()
 
     def upload(self, rows: Array) -> Sequence[Array]:
         return [rows[index : index + 1] for index in range(len(rows))]

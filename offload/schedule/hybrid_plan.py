@@ -1,0 +1,172 @@
+"""Which chunk of a hybrid goes where, and what that takes. Pure.
+
+On the device goes what comes last in backward, so that the end of a step is short: the embedding, and more if the user
+gives room. The rest is divided between the host's kernels and the link, chunk by chunk in turn, so that both are busy
+all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offload.rates import Rates
+from offload.schedule.mode_costs import (
+    BLOCK_NUMEL,
+    SUMS_BYTES,
+    ChunkSize,
+    Machine,
+    Needs,
+    Placement,
+    Workload,
+    gib,
+)
+
+__all__ = ["Balance", "balance", "device_room", "hybrid_needs", "num_stream_slots", "place"]
+
+MAX_SLOTS = 16
+MIN_SLOTS = 4
+
+DEFAULT_DEVICE_SHARE = 0.1
+"""Of the free device memory that the last chunk of backward may take where the user gives no budget."""
+
+BESIDE_LINK = 0.5
+"""Of their rate alone that the host kernels reach beside a busy link and backward. The link alone leaves them 3.1 of 4.0
+Gparam/s; on top come fewer threads and the gaps between tiles. With this factor the balance is where a prototype was
+fastest on a 16-core host, at 60-70 % streamed; steps then correct it (`balancer`)."""
+
+HIDDEN_MARGIN = 0.9
+"""Of backward that an update may fill and still count as hidden: the first gradient is late, the last one is last."""
+
+STEPS = 100
+"""Shares that are tried."""
+
+
+class Balance(NamedTuple):
+    """The share of host state that is streamed, and the seconds that the host's kernels and the link then take."""
+
+    share: float
+    host_s: float
+    link_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Both work at the same time."""
+        return max(self.host_s, self.link_s)
+
+
+def balance(
+    numel: int, *, stream_bytes: int, edge_bytes: int, rates: Rates, backward_s: float | None = None
+) -> Balance:
+    """The share with the shortest update; of those that are hidden behind backward, the smallest.
+
+    Args:
+        numel: elements to be divided.
+        stream_bytes: that cross per streamed element, each way.
+        edge_bytes: gradient or weight of an element stepped on the host, each way.
+        backward_s: seconds of backward; None: not known.
+    """
+    tried = [_at(step / STEPS, numel, stream_bytes, edge_bytes, rates) for step in range(STEPS + 1)]
+    if backward_s is not None:
+        hidden = [each for each in tried if each.step_s <= HIDDEN_MARGIN * backward_s]
+        if hidden:
+            return hidden[0]
+    return min(tried, key=lambda each: each.step_s)
+
+
+def _at(share: float, numel: int, stream_bytes: int, edge_bytes: int, rates: Rates) -> Balance:
+    streamed, stepped = share * numel, (1 - share) * numel
+    host_rate = rates.kernel_numel * (BESIDE_LINK if streamed else 1.0)
+    moved = stream_bytes * streamed + edge_bytes * stepped
+    return Balance(share, stepped / host_rate, moved / rates.duplex_bytes)
+
+
+def place(chunks: Sequence[ChunkSize], share: float, device_numel: int) -> tuple[Placement, ...]:
+    """Placements, in the order of `chunks`.
+
+    Args:
+        share: of the elements that do not go to the device, how many are streamed.
+        device_numel: elements that the device has room for.
+    """
+    on_device = set()
+    for index in _last_gradients_first(chunks):
+        if chunks[index].numel > device_numel:
+            break
+        device_numel -= chunks[index].numel
+        on_device.add(index)
+    rest = [index for index in range(len(chunks)) if index not in on_device]
+    streamed = _take_turns([chunks[index].numel for index in rest], share)
+    placements = dict.fromkeys(on_device, Placement.DEVICE)
+    placements |= {
+        index: Placement.STREAM if turn else Placement.HOST
+        for index, turn in zip(rest, streamed, strict=True)
+    }
+    return tuple(placements[index] for index in range(len(chunks)))
+
+
+def device_room(workload: Workload, machine: Machine) -> int:
+    """Elements whose state may stay on the device: what the budget leaves beside the buffers, or the last chunk alone."""
+    per_element = 4 * workload.state_arrays
+    if machine.device_budget is not None:
+        buffers = MAX_SLOTS * workload.tile_bytes if machine.has_gpu else 0
+        return max(machine.device_budget - buffers, 0) // per_element
+    order = _last_gradients_first(workload.chunks)
+    last = workload.chunks[order[0]].numel if order else 0
+    free = machine.free_device_bytes
+    return last if free is None or per_element * last <= DEFAULT_DEVICE_SHARE * free else 0
+
+
+def num_stream_slots(chunks: Sequence[ChunkSize], placements: Sequence[Placement], tile_numel: int) -> int:
+    """Device buffers: enough for about a layer's state to come in ahead; no more than there are tiles."""
+    streamed = [c.numel for c, p in zip(chunks, placements, strict=True) if p is Placement.STREAM]
+    num_tiles = sum(-(-numel // tile_numel) for numel in streamed)
+    return max(MIN_SLOTS, min(MAX_SLOTS, num_tiles + 1)) if num_tiles else MIN_SLOTS
+
+
+def hybrid_needs(workload: Workload, machine: Machine, placements: Sequence[Placement]) -> Needs:
+    """What chunks placed like this take. Gradients of the observed first step wait for ``step()`` where they are used."""
+    arrays = workload.state_arrays
+    sums = dict.fromkeys(Placement, 0)
+    state, gradients, sizes = dict(sums), dict(sums), dict(sums)
+    for chunk, placement in zip(workload.chunks, placements, strict=True):
+        travelling = arrays - (chunk.weight_bytes == 4) if placement is Placement.STREAM else arrays
+        state[placement] += 4 * travelling * chunk.numel
+        sums[placement] += SUMS_BYTES * chunk.numel // BLOCK_NUMEL
+        gradients[placement] += (chunk.grad_bytes + 4 * workload.accumulates) * chunk.numel
+        sizes[placement] += chunk.numel
+    host, stream, device = Placement.HOST, Placement.STREAM, Placement.DEVICE
+    slots = num_stream_slots(workload.chunks, placements, workload.stream_tile_numel)
+    buffers = slots * workload.tile_bytes
+    on_device = state[device] + sums[device] + buffers
+    on_host = state[host] + state[stream] + sums[stream] + gradients[host] + workload.ring_bytes
+    pinned = state[stream] + sums[stream] + workload.ring_bytes
+    waiting = min(workload.backlog_bytes, gradients[host])
+    kept = gradients[stream] + gradients[device]
+    words = [
+        f"{sizes[placement] / 1e6:.1f} M parameters: {placement.value} ({gib(state[placement])})"
+        for placement in Placement
+    ]
+    words.append(
+        f"pinned: streamed state {gib(state[stream] + sums[stream])}, rings {gib(workload.ring_bytes)}; "
+        f"{slots} device buffers of {gib(workload.tile_bytes)}"
+    )
+    if not machine.has_gpu:
+        return Needs(0, on_host + on_device + kept, 0, 0, tuple(words))
+    words.append(f"gradients on the device in the observed first step: {gib(kept + waiting)}")
+    return Needs(on_device, on_host, pinned, kept + waiting, tuple(words))
+
+
+def _last_gradients_first(chunks: Sequence[ChunkSize]) -> list[int]:
+    """Backward goes through parameters about in reverse: the chunk of the first parameter is complete last."""
+    return sorted(range(len(chunks)), key=lambda index: chunks[index].first_param)
+
+
+def _take_turns(sizes: Sequence[int], share: float) -> list[bool]:
+    """A choice of about `share` of the total, spread evenly; each one lowers or keeps the distance to the share so far."""
+    chosen, taken, total = [], 0.0, 0
+    for size in sizes:
+        total += size
+        turn = abs(taken + size - share * total) < abs(taken - share * total)
+        chosen.append(turn)
+        taken += size * turn
+    return chosen

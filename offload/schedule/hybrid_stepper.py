@@ -1,0 +1,256 @@
+"""Several placements in one wavefront: every call goes to the stepper of the chunk's placement.
+
+One engine drives this stepper as it drives any other. The placements work side by side: the host kernels on the worker,
+streamed state on a thread and streams of its own, device state on backward's stream. What they share is the link, the
+worker whose error ends them all, and the order in which they are closed.
+
+Streamed state lies in host memory, so the host can step it too: between steps a chunk may change sides (`Balancer`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from offload.kernels.rule import Rule
+from offload.layout import Chunk
+from offload.parameters import ParamRecord
+from offload.schedule.balancer import Balancer
+from offload.schedule.device_stepper import DeviceStepper
+from offload.schedule.host_stepper import HostStepper
+from offload.schedule.mode_costs import Placement
+from offload.schedule.stepper import BlockSums, Rows, Stepper
+from offload.schedule.stream_stepper import StreamStepper
+from offload.schedule.worker import Worker
+
+__all__ = ["HybridStepper"]
+
+logger = logging.getLogger(__name__)
+
+BITS = 16
+
+
+class HybridStepper:
+    """Implements `Stepper` for chunks of several placements.
+
+    Args:
+        placements: of the first chunks, by index; chunks beyond them are stepped on the host.
+        worker: shared by all, closed first.
+        rebalances: whether chunks may change sides after the first steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: HostStepper,
+        stream: StreamStepper,
+        device: DeviceStepper,
+        placements: Sequence[Placement],
+        worker: Worker,
+        rebalances: bool,
+    ) -> None:
+        self._host, self._stream, self._worker = host, stream, worker
+        self._rebalances = rebalances
+        self._balancer: Balancer | None = None
+        self._movable: dict[int, list[ParamRecord]] = {}
+        self._ends: tuple[float, float] | None = None
+        self._steppers: dict[Placement, Stepper] = {
+            Placement.HOST: host,
+            Placement.STREAM: stream,
+            Placement.DEVICE: device,
+        }
+        self._planned = tuple(placements)
+        self._placement: dict[int, Placement] = {}
+        self._chunk_of: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._is_underway = False
+
+    @property
+    def rule(self) -> Rule:
+        """See `Stepper.rule`: the same for all placements."""
+        return self._steppers[Placement.HOST].rule
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def add_chunks(
+        self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord], masters: Mapping[int, torch.Tensor]
+    ) -> None:
+        """See `Stepper.add_chunks`."""
+        for placement, stepper in self._steppers.items():
+            mine = [chunk for chunk in chunks if self._planned_for(chunk) is placement]
+            if mine:
+                stepper.add_chunks(mine, records, masters)
+            for chunk in mine:
+                self._placement[chunk.index] = placement
+                self._names[chunk.index] = chunk.name
+                self._chunk_of |= {span.param: chunk.index for span in chunk.spans}
+        self._make_movable(chunks, records)
+
+    def _make_movable(self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]) -> None:
+        """Let the host know streamed chunks; FP32 weights have no master there, and stay."""
+        movable = [
+            chunk
+            for chunk in chunks
+            if self._placement[chunk.index] is Placement.STREAM and chunk.kind.weight != "fp32"
+        ]
+        if not movable or not self._rebalances:
+            return
+        state = {chunk.index: self._stream.chunk_state(chunk.index) for chunk in movable}
+        self._host.adopt_chunks(movable, records, state)
+        for chunk in movable:
+            self._movable[chunk.index] = [records[span.param] for span in chunk.spans]
+        self._balancer = Balancer(len(self._movable))
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """Where chunks are stepped now, by name."""
+        return {self._names[index]: placement for index, placement in self._placement.items()}
+
+    def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
+        """See `Stepper.state`."""
+        return self._stepper(record).state(record)
+
+    def load_weights(self, records: Sequence[ParamRecord], *, force: bool = False) -> set[int]:
+        """See `Stepper.load_weights`."""
+        taken: set[int] = set()
+        for stepper, mine in self._split(records):
+            taken |= stepper.load_weights(mine, force=force)
+        return taken
+
+    def store_weights(self, records: Sequence[ParamRecord]) -> None:
+        """See `Stepper.store_weights`."""
+        for stepper, mine in self._split(records):
+            stepper.store_weights(mine)
+
+    @property
+    def host_bytes(self) -> int:
+        """See `Stepper.host_bytes`."""
+        return sum(stepper.host_bytes for stepper in self._steppers.values())
+
+    # Gradients --------------------------------------------------------------------------------------------------
+
+    def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
+        """See `Stepper.accumulate`."""
+        self._stepper(record).accumulate(record, gradient)
+
+    def hold(self, record: ParamRecord, gradient: torch.Tensor) -> None:
+        """See `Stepper.hold`."""
+        self._note_fire(record)
+        self._stepper(record).hold(record, gradient)
+
+    def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
+        """See `Stepper.step_early`. A step's first update, of whatever placement, sets streamed state in motion."""
+        if not self._is_underway:
+            self._is_underway = True
+            self._stream.expect({c for c, p in self._placement.items() if p is Placement.STREAM})
+        self._note_fire(record)
+        self._stepper(record).step_early(record, gradient, rows)
+
+    @property
+    def stepped_early(self) -> list[str]:
+        """See `Stepper.stepped_early`."""
+        names = {name for stepper in self._steppers.values() for name in stepper.stepped_early}
+        return [name for _, name in sorted(self._names.items()) if name in names]
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self, *, speculative: bool) -> None:
+        """See `Stepper.begin_step`; streamed and device state is not updated before the verdict of a speculative step."""
+        for stepper in self._steppers.values():
+            stepper.begin_step(speculative=speculative)
+
+    def commit(self) -> list[int]:
+        """See `Stepper.commit`."""
+        return [param for stepper in self._steppers.values() for param in stepper.commit()]
+
+    def roll_back(self, *, restore: bool) -> None:
+        """See `Stepper.roll_back`."""
+        for stepper in self._steppers.values():
+            stepper.roll_back(restore=restore)
+
+    def measure(self) -> None:
+        """See `Stepper.measure`."""
+        for stepper in self._steppers.values():
+            stepper.measure()
+
+    def step_rest(self, rows: Rows) -> None:
+        """See `Stepper.step_rest`. The host comes last: its queue is bounded, and would hold the others up."""
+        for placement in (Placement.STREAM, Placement.DEVICE, Placement.HOST):
+            self._steppers[placement].step_rest(rows)
+
+    def block_sums(self, chunk: int) -> BlockSums:
+        """See `Stepper.block_sums`."""
+        return self._steppers[self._placement[chunk]].block_sums(chunk)
+
+    def finish(self) -> None:
+        """See `Stepper.finish`."""
+        if self._balancer is not None and self._is_underway:
+            self._ends = self._time_ends()
+        for stepper in self._steppers.values():
+            stepper.finish()
+
+    def _time_ends(self) -> tuple[float, float]:
+        """Seconds until the host's kernels, and streamed state, are done with what they have."""
+        start = time.perf_counter()
+        streamed = self._stream.settle_later()
+        self._host.finish()
+        host_s = time.perf_counter() - start
+        self._stream.settle()
+        return host_s, streamed.result() - start
+
+    def end_step(self, keep_held: Collection[int]) -> None:
+        """See `Stepper.end_step`."""
+        for stepper in self._steppers.values():
+            stepper.end_step(keep_held)
+        if self._balancer is not None and self._ends is not None:
+            self._rebalance(self._balancer.note(*self._ends))
+        self._is_underway, self._ends = False, None
+
+    def _rebalance(self, num_streamed: int) -> None:
+        """Stream the first so many of the movable chunks, taken in an order in which neighbours are far apart."""
+        indices = list(self._movable)
+        spread = sorted(indices, key=lambda index: _bit_reversed(indices.index(index)))
+        for position, index in enumerate(spread):
+            placement = Placement.STREAM if position < num_streamed else Placement.HOST
+            if placement is not self._placement[index]:
+                logger.info("%s: from now on %s", self._names[index], placement.value)
+                self._placement[index] = placement
+                self._host.aim(self._movable[index])
+                self._stream.aim(self._movable[index])
+
+    def close(self) -> None:
+        """See `Stepper.close`. First whoever may still be using memory: the worker, the stream's thread, its copies."""
+        self._worker.close()
+        try:
+            self._stream.close()
+        finally:
+            try:
+                self._steppers[Placement.HOST].close()
+            finally:
+                self._steppers[Placement.DEVICE].close()
+
+    # Routes -----------------------------------------------------------------------------------------------------
+
+    def _note_fire(self, record: ParamRecord) -> None:
+        """Streamed state keeps the order of backward, also of chunks that the host steps for now."""
+        if self._chunk_of[record.index] in self._movable:
+            self._stream.note_fire(record.index)
+
+    def _planned_for(self, chunk: Chunk) -> Placement:
+        return self._planned[chunk.index] if chunk.index < len(self._planned) else Placement.HOST
+
+    def _stepper(self, record: ParamRecord) -> Stepper:
+        return self._steppers[self._placement[self._chunk_of[record.index]]]
+
+    def _split(self, records: Sequence[ParamRecord]) -> Iterator[tuple[Stepper, list[ParamRecord]]]:
+        for stepper in self._steppers.values():
+            mine = [record for record in records if self._stepper(record) is stepper]
+            if mine:
+                yield stepper, mine
+
+
+def _bit_reversed(number: int) -> int:
+    return int(f"{number:0{BITS}b}"[::-1], 2)
