@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -141,7 +142,7 @@ def _growth(samples: list[Sample]) -> dict[str, float]:
     fields = ("rss", "slabs", "threads", "python_threads")
 
     def typical(part: list[Sample], field: str) -> float:
-        return statistics.median(getattr(sample, field) for sample in part)
+        return float(statistics.median(getattr(sample, field) for sample in part))
 
     return {field: typical(samples[-number:], field) - typical(samples[:number], field) for field in fields}
 
@@ -154,7 +155,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, help="stop after these, if steps are not done by then")
     parser.add_argument("--kernel-cache", help="folder of compiled kernels, so that the next run finds them")
-    parser.add_argument("--json", help="write the result here")
+    parser.add_argument("--json", type=Path, help="write the result here")
     return parser.parse_args()
 
 
