@@ -82,6 +82,7 @@ def soak(
     while done < steps and (minutes is None or time.monotonic() - start < 60 * minutes):
         done += _live(World(draw, tally, kernel_cache), draw, steps - done)
         samples.append(_sample(done))
+        print(f"step {done}: {tally['recoveries']} recoveries", file=sys.stderr, flush=True)
     middle = [sample for sample in samples if sample.step >= done / 2]
     growth = _growth(middle)
     allowed = {"rss": MOST_GROWTH_BYTES, "slabs": MOST_GROWTH_BYTES, "threads": 0, "python_threads": 0}

@@ -118,6 +118,9 @@ class Slots(Protocol):
     def rewind(self) -> None:
         """Everything has ended: begin again with the first one."""
 
+    def release(self) -> None:
+        """All copies are at rest, some of them failed: nobody waits for those any more."""
+
     def clear(self) -> None:
         """Free the buffers."""
 
@@ -150,6 +153,11 @@ class FixedSlots:
         """See `Slots.rewind`."""
         self._next = 0
 
+    def release(self) -> None:
+        """See `Slots.release`."""
+        for slot in self._slots:
+            slot.free = self._transport.record_ready()
+
     def clear(self) -> None:
         """See `Slots.clear`."""
         self._slots.clear()
@@ -172,6 +180,9 @@ class FreshSlots:
 
     def rewind(self) -> None:
         """Nothing to begin again."""
+
+    def release(self) -> None:
+        """They go with their tiles."""
 
     def clear(self) -> None:
         """They go with their tiles."""
@@ -234,6 +245,7 @@ class Conveyor:
         """Come to rest after an error; transfers that failed are forgotten."""
         self._transport.synchronize()
         self._travelling.clear()
+        self._slots.release()
         self._slots.rewind()
 
     def close(self) -> None:

@@ -255,8 +255,12 @@ class Engine:
         return make_rows(self._stepper.rule, self.chunks, self.records, coefficient)
 
     def _judge_first(self) -> Verdict:
-        self._stepper.measure()
-        self._stepper.finish()
+        try:
+            self._stepper.measure()
+            self._stepper.finish()
+        except StateError:  # a stepper's word that nothing was changed
+            self._changing = None
+            raise
         culprit = self._first_nonfinite()
         if culprit is not None and self.policy.nonfinite == "raise":
             self.reset()
