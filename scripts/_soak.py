@@ -191,7 +191,7 @@ class World:
         """One optimizer step, with whatever befalls it."""
         self._before_step()
         event = self._random.choices(
-            ["none", "drop", "interrupt", "fail", "nonfinite"], weights=[80, 4, 3, 3, 10]
+            ["none", "drop", "interrupt", "fail", "nonfinite"], weights=[66, 6, 8, 10, 10]
         )[0]
         if event == "nonfinite" and self._options["nonfinite"] != "skip":
             event = "none"
