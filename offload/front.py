@@ -66,14 +66,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         with torch.inference_mode(False):  # state made inside could never be written outside
             self._build(list(params), defaults, rule, check_group, masters, options)
-        me = weakref.ref(self)  # the model's hook must not keep the optimizer alive
-
-        def before_forward() -> None:
-            optimizer = me()
-            if optimizer is not None:
-                optimizer._before_forward()
-
-        self._model_watch = None if model is None else ModelWatch(model, before_forward)
+        self._model_watch = (
+            None if model is None else ModelWatch(model, _weakly(weakref.WeakMethod(self._before_forward)))
+        )
 
     def _build(
         self,
@@ -108,8 +103,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # Copied, so the caller may drop them; those of frozen parameters wait for the day when these are trained.
         self._masters = masters.without([record.param for record in records]) if masters is not None else None
         self._engine = engine
-        follow = weakref.WeakMethod(self._follow_groups)
-        engine.before_first = lambda: (method := follow()) and method()
+        engine.before_first = _weakly(weakref.WeakMethod(self._follow_groups))
         self._finalizer = weakref.finalize(self, engine.close)
         self._publish(records)
 
@@ -465,3 +459,14 @@ def _check_master(record: ParamRecord, master: torch.Tensor) -> None:
             f"{tuple(weight.shape)}: the weights were changed after cast_compute_weights; cast again, or leave masters "
             "out to start from the weights"
         )
+
+
+def _weakly(reference: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    """Calls the method while its optimizer is alive: hooks and engine must not be what keeps it so."""
+
+    def call() -> None:
+        method = reference()
+        if method is not None:
+            method()
+
+    return call

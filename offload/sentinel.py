@@ -71,7 +71,10 @@ class GoneGradient(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != NO_TASK:
+        in_backward = torch._C._current_graph_task_id() != NO_TASK
+        if (
+            func is torch.ops.aten.add_.Tensor and in_backward and isinstance(args[0], cls)
+        ):  # Python's come as methods
             args[0].incoming = args[1].clone()  # autograd may go on to use its own
             return args[0]
         flat, _ = torch.utils._pytree.tree_flatten((args, kwargs or {}))

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -81,6 +82,7 @@ def soak(
     while done < steps and (minutes is None or time.monotonic() - start < 60 * minutes):
         done += _live(World(draw, tally, kernel_cache), draw, steps - done)
         samples.append(_sample(done))
+        print(f"step {done}: {tally['recoveries']} recoveries", file=sys.stderr, flush=True)
     middle = [sample for sample in samples if sample.step >= done / 2]
     growth = _growth(middle)
     allowed = {"rss": MOST_GROWTH_BYTES, "slabs": MOST_GROWTH_BYTES, "threads": 0, "python_threads": 0}
@@ -154,7 +156,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, help="stop after these, if steps are not done by then")
     parser.add_argument("--kernel-cache", help="folder of compiled kernels, so that the next run finds them")
-    parser.add_argument("--json", help="write the result here")
+    parser.add_argument("--json", type=Path, help="write the result here")
     return parser.parse_args()
 
 

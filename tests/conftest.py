@@ -1,9 +1,16 @@
-"""Shared by all tests: without a CUDA device, tests marked ``gpu`` are left out."""
+"""Without a CUDA device, tests marked ``gpu`` are left out. With ``CI`` set, examples of hypothesis are not random."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -149,6 +149,21 @@ def test_a_gradient_that_meets_the_sentinel_is_kept() -> None:
         assert torch.allclose(optimizer.state[weight]["exp_avg"], torch.full((3000,), 0.3))
 
 
+def test_a_hook_that_adds_to_a_gradient_that_has_left_is_told() -> None:
+    """Only autograd itself may add to the sentinel, and only in backward."""
+    weight = nn.Parameter(torch.ones(3000, dtype=torch.bfloat16))
+    with adamw([("w", weight)]) as optimizer:
+        handle = weight.register_post_accumulate_grad_hook(lambda p: p.grad.add_(1.0))
+        with pytest.raises(offload.GradientError, match="reads the gradient of w"):
+            weight.sum().backward()
+        handle.remove()
+        optimizer.zero_grad()
+        weight.sum().backward()
+        with pytest.raises(offload.GradientError, match="reads the gradient of w"):
+            weight.grad.add_(1.0)
+        optimizer.step()
+
+
 def test_step_while_another_thread_is_in_backward_is_refused() -> None:
     model = TwoTowers()
     offload.cast_compute_weights(model)

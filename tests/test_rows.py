@@ -178,6 +178,31 @@ def test_f44_ctrl_c_in_backward() -> None:
         train(model, optimizer, batches(2))
 
 
+def test_f44_a_copy_that_fails_before_the_verdict_leaves_the_step_to_be_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the error's text says, also where the norm is measured first."""
+    broken: list[bool] = []
+
+    def fail(lane: str, index: int) -> BaseException | None:
+        return OSError("the link is down") if broken and lane == "to_host" else None
+
+    use_lanes(monkeypatch, fail=fail)
+    expected = trained(mode="chunked-stream", max_grad_norm=0.5)
+    model = make_decoder()
+    masters = offload.cast_compute_weights(model, keep_fp32="norm")
+    with adamw(model, masters=masters, mode="chunked-stream", max_grad_norm=0.5) as optimizer:
+        for ids in batches(5):
+            loss_of(model, ids).backward()
+            broken.append(True)
+            with pytest.raises(offload.StateError, match=r"nothing was changed .* call step\(\) again"):
+                optimizer.step()
+            broken.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_snapshot(snapshot(model, optimizer), expected)
+
+
 def test_f45_eight_optimizers_of_one_process() -> None:
     """Interleaved, each in another mode than its neighbour: the bits of each alone."""
     modes = [mode for mode in MODES if mode != "auto"]

@@ -10,7 +10,7 @@ from _soak import World
 
 from tests.training import KERNEL_CACHE
 
-STEPS = 100
+STEPS = 70
 """About 20 s, most of which is compiling."""
 
 

@@ -132,6 +132,9 @@ class Slots(Protocol):
     def rewind(self) -> None:
         """Everything has ended: begin again with the first one."""
 
+    def release(self) -> None:
+        """All copies are at rest, some of them failed: nobody waits for those any more."""
+
     def clear(self) -> None:
         """Free the buffers."""
 
@@ -172,6 +175,11 @@ class FixedSlots:
         """See `Slots.rewind`."""
         self._idle = deque(self._slots)
 
+    def release(self) -> None:
+        """See `Slots.release`."""
+        for slot in self._slots:
+            slot.free = self._transport.record_ready()
+
     def clear(self) -> None:
         """See `Slots.clear`."""
         self._slots.clear()
@@ -199,6 +207,9 @@ class FreshSlots:
 
     def rewind(self) -> None:
         """Nothing to begin again."""
+
+    def release(self) -> None:
+        """They go with their tiles."""
 
     def clear(self) -> None:
         """They go with their tiles."""
@@ -275,6 +286,7 @@ class Conveyor:
         self._transport.synchronize()
         self._forget_expected()
         self._travelling.clear()
+        self._slots.release()
         self._slots.rewind()
 
     def close(self) -> None:

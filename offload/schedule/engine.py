@@ -290,8 +290,12 @@ class Engine:
         return make_rows(self._stepper.rule, self.chunks, self.records, coefficient)
 
     def _judge_first(self) -> Verdict:
-        self._stepper.measure()
-        self._stepper.finish()
+        try:
+            self._stepper.measure()
+            self._stepper.finish()
+        except StateError:  # a stepper's word that nothing was changed
+            self._changing = None
+            raise
         culprit = self._first_nonfinite()
         agreed = self._agree(nonfinite=culprit is not None)
         where = f"of {culprit.name}" if culprit else f"on rank(s) {list(agreed.nonfinite_ranks)}"
