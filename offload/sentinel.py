@@ -33,7 +33,12 @@ HARMLESS = (
     "is_complex",
     "__len__",
     "__hash__",
+    "_has_compatible_shallow_copy_type",
 )
+
+MOVES = ("cpu", "cuda", "to")
+"""``module.cpu()`` and ``module.to(...)`` move gradients too, a framework's clean-up after an error for one: they get the
+same sentinel back, which goes on raising when it is read."""
 
 
 class GoneGradient(torch.Tensor):
@@ -63,6 +68,8 @@ class GoneGradient(torch.Tensor):
         """Properties and sizes may be asked for; what would look for memory that is not there may not."""
         if func.__name__ in ("__get__", "__set__", *HARMLESS):
             return super().__torch_function__(func, types, args, kwargs or {})
+        if func.__name__ in MOVES and isinstance(args[0], cls):
+            return args[0]
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
