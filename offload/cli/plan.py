@@ -247,10 +247,11 @@ def _as_dict(
 
 def _print(run: Run, rows: list[ModeRow], advice: Recommendation, notes: list[str]) -> None:
     console = Console()
-    title = f"{run.shape.numel / 1e9:.2f} G parameters over {run.ranks} rank{'s' * (run.ranks > 1)}, {run.tokens:,} tokens"
+    ranks = f"{run.ranks} rank{'s' * (run.ranks > 1)}"
+    title = f"{run.shape.numel / 1e9:.2f} G parameters over {ranks}, {run.tokens:,} tokens (GiB, seconds)"
     table = Table(title=title)
     table.add_column("mode", no_wrap=True)
-    columns = ("device GiB", "host GiB", "pinned GiB", "update s", "step s", "speed", "fits")
+    columns = ("device", "host", "pinned", "update", "step", "speed", "fits")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
