@@ -13,15 +13,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from offload.assembly import Options, assemble
+from offload.assembly import EARLY_MODES, Options, assemble
 from offload.checkpoint import export_state, read_state
 from offload.distributed import local_shard
 from offload.errors import CheckpointError, ClosedError, ConfigError, StateError
 from offload.kernels.rule import KernelRule
+from offload.layout import layer_namer
 from offload.parameters import ParamRecord, make_record
 from offload.prepare import Masters
 from offload.report import StepReport
 from offload.schedule.engine import Engine
+from offload.schedule.forward_gates import ForwardGates
 from offload.schedule.plan import Plan
 
 __all__ = ["OffloadOptimizer", "Params"]
@@ -45,6 +47,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         check_group: Callable[[Mapping[str, Any]], None],
         masters: Masters | None,
         options: Options,
+        model: torch.nn.Module | None = None,
     ) -> None:
         """Build state and engine.
 
@@ -54,6 +57,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             check_group: raises `ConfigError` where a hyperparameter of a param group is out of range.
             masters: FP32 values of cast parameters.
             options: mode, backend and so on.
+            model: whose forward waits for its weights, with ``options.overlap_forward``.
         """
         params = list(params)
         if not params:
@@ -69,19 +73,41 @@ class OffloadOptimizer(torch.optim.Optimizer):
         records = [record for group in self.param_groups for record in self._make_records(group)]
         if not records:
             raise ConfigError("params has no parameter with requires_grad=True: there is nothing to optimize")
+        self._gates: ForwardGates | None = None
         engine, self._plan = assemble(rule, records, self._given_masters(records), options)
         # Copied, so the caller may drop them; those of frozen parameters wait for the day when these are trained.
         self._masters = masters.without([record.param for record in records]) if masters is not None else None
         self._engine = engine
         self._finalizer = weakref.finalize(self, engine.close)
         self._publish(records)
+        if model is not None:
+            self._place_gates(model, options)
+
+    def _place_gates(self, model: torch.nn.Module, options: Options) -> None:
+        engine = self._open_engine()
+        if self._plan.mode not in EARLY_MODES:
+            logger.info("overlap_forward has nothing to overlap: mode %s updates in step()", self._plan.mode)
+            return
+        try:
+            self._gates = ForwardGates(
+                model,
+                layer_of=layer_namer(options.config.chunk_by),
+                flight=lambda: engine.flight,
+                land=engine.land,
+                switch_off=engine.stop_departing,
+            )
+            self._gates.attach(engine.chunks, engine.records)
+        except BaseException:
+            self.close()
+            raise
 
     # The training loop ------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
         """Apply the gradients that came since the last step; return what `closure` returned.
 
-        Blocks until state and weights are complete: after it any stream and any thread sees the new weights.
+        Blocks until state and weights are complete: after it any stream and any thread sees the new weights. With
+        ``overlap_forward`` it returns before that, and the next forward waits for each layer's weights.
 
         Args:
             closure: evaluated first, with gradients enabled, as torch optimizers do.
@@ -241,6 +267,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove hooks, end the worker, release memory; the weights stay as they are. Closing twice is fine."""
         self._engine = None
+        if self._gates is not None:
+            self._gates.remove()
         if hasattr(self, "_finalizer"):
             self._finalizer()
         self.state.clear()
@@ -287,7 +315,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         }
 
     def _attach(self, records: list[ParamRecord]) -> None:
-        self._open_engine().add(records, self._given_masters(records))
+        engine = self._open_engine()
+        engine.add(records, self._given_masters(records))
+        if self._gates is not None and records:
+            self._gates.attach(engine.chunks, engine.records)
         self._publish(records)
 
     def _adopt_unfrozen(self) -> None:

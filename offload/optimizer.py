@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload.assembly import Options
+from offload.assembly import EARLY_MODES, Options
 from offload.config import BACKENDS, CLIP_POLICIES, MODES, NONFINITE_POLICIES, OffloadConfig, check_choice
 from offload.errors import ConfigError
 from offload.front import OffloadOptimizer, Params
@@ -43,7 +43,11 @@ class AdamW(OffloadOptimizer):
             every bit as it was (``"skip"``), or raises before any change (``"raise"``).
         accumulation_steps: backward passes per step.
         flush_denormals: treat denormals as zero; False keeps them as torch does by default, up to 11 times slower.
-        overlap_forward, model: reserved for overlapping updates with the next forward; must stay False and may be None.
+        overlap_forward: ``step()`` returns while the last chunks are still being stepped, and each layer's forward waits for
+            its own weights; the bits are the same. Needs `model`, whose modules get the hooks, and mode ``"wavefront"`` or
+            ``"hybrid"`` to have an effect. Weights that are read past the modules' calls are not guarded: call
+            `synchronize` first (docs/overlap-forward.md).
+        model: the model that has all parameters of the optimizer.
         config: see `OffloadConfig`.
 
     Raises:
@@ -90,7 +94,13 @@ class AdamW(OffloadOptimizer):
             "maximize": maximize,
         }
         super().__init__(
-            params, defaults, rule=AdamWRule, check_group=_check_adamw, masters=masters, options=options
+            params,
+            defaults,
+            rule=AdamWRule,
+            check_group=_check_adamw,
+            masters=masters,
+            options=options,
+            model=_gated(overlap_forward, model, mode),
         )
 
 
@@ -132,7 +142,13 @@ class SignSGD(OffloadOptimizer):
         )
         defaults = {"lr": lr, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(
-            params, defaults, rule=SignSGDRule, check_group=_check_common, masters=masters, options=options
+            params,
+            defaults,
+            rule=SignSGDRule,
+            check_group=_check_common,
+            masters=masters,
+            options=options,
+            model=_gated(overlap_forward, model, mode),
         )
 
 
@@ -148,8 +164,6 @@ def _options(
     config: OffloadConfig | None,
 ) -> Options:
     check_choice("clip", clip, CLIP_POLICIES)
-    if overlap_forward:
-        raise ConfigError("overlap_forward=True is not available in this version; leave it False")
     if max_grad_norm is not None and not max_grad_norm > 0.0:
         raise ConfigError(
             f"max_grad_norm={max_grad_norm!r}: expected a positive number, or None for no clipping"
@@ -164,7 +178,24 @@ def _options(
         accumulation_steps=accumulation_steps,
         flush_denormals=flush_denormals,
         config=config or OffloadConfig(),
+        overlap_forward=bool(overlap_forward),
     )
+
+
+def _gated(overlap_forward: bool, model: torch.nn.Module | None, mode: str) -> torch.nn.Module | None:
+    """The model whose forward is to wait for weights, if any."""
+    if not overlap_forward:
+        return None
+    if model is None:
+        raise ConfigError(
+            "overlap_forward=True needs model=: the model whose forward is to wait for the weights that it uses"
+        )
+    if mode not in ("auto", *EARLY_MODES):
+        raise ConfigError(
+            f"overlap_forward=True with mode={mode!r}: this mode updates everything in step() and has nothing to overlap; "
+            "choose wavefront, hybrid or auto"
+        )
+    return model
 
 
 def _check_common(group: Mapping[str, Any]) -> None:

@@ -191,11 +191,12 @@ def test_chunks_change_sides_between_steps_and_no_bit_with_them(
     late: list[str] = ["stream"]
     seen: list[dict[str, Placement]] = []
 
-    def ends(self: HybridStepper) -> tuple[float, float]:
+    def ends(self: HybridStepper) -> None:
         seen.append(dict(self.placements))
-        return (0.0, 1.0) if late == ["stream"] else (1.0, 0.0)
+        if self._is_underway:
+            self._ends = (0.0, 1.0) if late == ["stream"] else (1.0, 0.0)
 
-    monkeypatch.setattr(HybridStepper, "_time_ends", ends)
+    monkeypatch.setattr(HybridStepper, "_note_ends", ends)
     model = make_decoder()
     masters = offload.cast_compute_weights(model, keep_fp32="norm")
     recorder = Recorder(model)
@@ -219,8 +220,9 @@ def test_chunks_change_sides_between_steps_and_no_bit_with_them(
 
 
 def test_a_share_that_the_user_gave_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HybridStepper, "_time_ends", lambda self: (0.0, 1.0))
+    monkeypatch.setattr(HybridStepper, "_note_ends", lambda self: setattr(self, "_ends", (0.0, 1.0)))
     model = make_decoder()
+    offload.cast_compute_weights(model)
     with hybrid(model, share=0.5) as optimizer:
         before = placed(optimizer)
         train(model, optimizer, batches(6))

@@ -253,6 +253,11 @@ class Conveyor:
         while inside:
             self._work(*inside.popleft())
 
+    def mark(self) -> Ready:
+        """The point at which the work of all trips so far is done."""
+        with self._on_stream():
+            return self._transport.record_ready()
+
     def reap(self, most: int) -> None:
         """Forget trips that have ended, and wait for the oldest until at most `most` are left."""
         while self._travelling:

@@ -9,6 +9,8 @@ host during backward all the same, and are applied when the verdict is known.
 Between backward and ``step()`` state is either untouched (`untouched`) or a mixture of two steps; whatever would
 see or make a mixture raises.
 
+With ``overlap_forward`` a step goes on after ``step()`` (`flight`); whoever reads or changes state lets it land first.
+
 Life of a step::
 
     hook → watch (which backward?) → ledger (accumulate, hold, step?) → stepper (worker: copy, kernel, copy back)
@@ -40,6 +42,7 @@ from offload.parameters import ParamRecord
 from offload.report import StageClock, StepReport
 from offload.schedule import messages
 from offload.schedule.backward import BackwardWatch
+from offload.schedule.flight import Departing, Flight
 from offload.schedule.hyperparameters import HyperRows, make_rows
 from offload.schedule.ledger import Intake, Ledger
 from offload.schedule.policy import Policy
@@ -59,6 +62,7 @@ class Engine:
 
     Args:
         tile_numel, chunk_by: as in `OffloadConfig`, for the layout.
+        departing: the stepper again, where steps may end after ``step()``.
     """
 
     def __init__(
@@ -70,12 +74,15 @@ class Engine:
         clock: StageClock,
         tile_numel: int,
         chunk_by: Any = None,
+        departing: Departing | None = None,
     ) -> None:
         self.policy = policy
         self.records: dict[int, ParamRecord] = {}
         self.chunks: list[Chunk] = []
-        self.report: StepReport | None = None
+        self.flight: Flight | None = None
         self.num_steps = 0
+        self._report: StepReport | None = None
+        self._departing = departing
         self._stepper, self._worker, self._clock = stepper, worker, clock
         self._tile_numel, self._chunk_by = tile_numel, chunk_by
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
@@ -97,6 +104,7 @@ class Engine:
         """
         if not records:
             return
+        self.land()
         by_index = {record.index: record for record in records}
         chunks = build_chunks(
             [record.spec for record in records],
@@ -171,6 +179,7 @@ class Engine:
     def _begin(self) -> None:
         """At a step's first gradient: masters must agree with the weights that made it."""
         if not self._begun:
+            self.land()
             self._begun = True
             self._take_changed_weights()
 
@@ -205,6 +214,7 @@ class Engine:
         start = time.perf_counter()
         self._worker.raise_error()
         self._require_whole("step()")
+        self.land()
         if self._watch.interrupted and self._ledger.touched:
             raise MidStepError(
                 messages.unfinished("the last backward pass ended with an exception", self._applied)
@@ -221,19 +231,19 @@ class Engine:
         verdict = self._judge_first() if self.policy.needs_norm_first else None
         if verdict is None or not verdict.skip:
             self._apply(verdict)
-        self._conclude(verdict or Verdict(self._norm()), start)
+        self._conclude(verdict, start)
         self._changing = None
 
     def _apply(self, verdict: Verdict | None) -> None:
         try:
             self._stepper.step_rest(self._hyper.rows if self._hyper else self._rows(verdict))
-            self._stepper.finish()
+            if self._departing is None:
+                self._stepper.finish()
         except StateError:  # a stepper's word that nothing was changed
             self._changing = None
             raise
         for record in self._fired():
             record.num_steps += 1
-            record.note_weight()
 
     def _rows(self, verdict: Verdict | None) -> Rows:
         coefficient = verdict.coefficient if verdict else 1.0
@@ -250,7 +260,7 @@ class Engine:
                 "nothing was changed and the gradients were dropped"
             )
         verdict = judge(
-            self._norm(),
+            self._norm(self._spans()),
             nonfinite=culprit is not None,
             max_norm=self.policy.max_grad_norm,
             skip_nonfinite=self.policy.nonfinite == "skip",
@@ -261,17 +271,45 @@ class Engine:
             )
         return verdict
 
-    def _conclude(self, verdict: Verdict, start: float) -> None:
+    def _conclude(self, verdict: Verdict | None, start: float) -> None:
+        """Close the books of a step; what was submitted may still be running where steps depart."""
+        skipped = verdict is not None and verdict.skip
+        flight = Flight(verdict, list(self._spans()), [] if skipped else self._fired())
+        if self._departing is not None and not skipped:
+            flight.marks = self._departing.depart()
         for record in self._fired():
             record.clear_sentinel()
         self._ledger.end_step()
-        self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
         self._begun, self._hyper = False, None
         self.num_steps += 1
+        flight.exposed_s = time.perf_counter() - start
+        self.flight = flight
+        if not flight.marks:
+            self.land()
+
+    def land(self) -> None:
+        """Complete the step that is still under way, if one is.
+
+        Raises:
+            WorkerError: the worker failed; it stays under way.
+        """
+        flight = self.flight
+        if flight is None:
+            return
+        start = time.perf_counter()
+        if self._departing is not None:
+            self._departing.settle()
+        verdict = flight.verdict or Verdict(self._norm(flight.spans))
+        self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
+        for record in flight.written:
+            record.note_weight()
+        self.flight = None
         seconds, counts = self._clock.take()
-        seconds |= {"hook": self._hook_seconds, "exposed": time.perf_counter() - start}
+        seconds |= {"hook": self._hook_seconds, "exposed": flight.exposed_s}
+        if flight.marks:
+            seconds["landing"] = time.perf_counter() - start
         self._hook_seconds = 0.0
-        self.report = StepReport(
+        self._report = StepReport(
             step=self.num_steps,
             grad_norm=verdict.norm,
             clipped=verdict.clipped,
@@ -281,6 +319,17 @@ class Engine:
             timings=seconds,
             **counts,
         )
+
+    @property
+    def report(self) -> StepReport | None:
+        """Of the last step, which is completed for it."""
+        self.land()
+        return self._report
+
+    def stop_departing(self) -> None:
+        """From now on ``step()`` waits for everything."""
+        self.land()
+        self._departing = None
 
     def _take_assigned_gradients(self) -> None:
         """Gradients that stand in ``param.grad``: assigned by hand, or made while no hook was there."""
@@ -317,9 +366,9 @@ class Engine:
         ]
         return sorted(spans, key=lambda item: item[1].param)
 
-    def _norm(self) -> float:
+    def _norm(self, spans: Iterable[tuple[Chunk, Span]]) -> float:
         sums = []
-        for chunk, span in self._spans():
+        for chunk, span in spans:
             first, last = _block_range(span)
             sums.append(add_blocks(self._stepper.block_sums(chunk.index).sums, first, last))
         return total_norm(sums)
@@ -352,6 +401,7 @@ class Engine:
         """
         self._worker.raise_error()
         self._require_whole(what)
+        self.land()
         if not self.untouched:
             raise MidStepError(messages.mixture(what, self._applied))
 
@@ -375,7 +425,8 @@ class Engine:
         if self._changing != RESET:
             self._require_whole("zero_grad()")
             if not self._ledger.touched and not self._watch.interrupted:
-                return
+                return  # a step that is under way has taken its gradients
+            self.land()
             if not self.untouched:
                 raise MidStepError(messages.no_way_back(self._applied))
         self.reset()
@@ -387,6 +438,7 @@ class Engine:
             WorkerError: the worker failed.
         """
         self._worker.raise_error()
+        self.land()
         self._changing = RESET
         self._stepper.finish()
         for record in self._fired():
@@ -405,6 +457,7 @@ class Engine:
     def synchronize(self) -> None:
         """Block until everything that was submitted is done."""
         self._worker.raise_error()
+        self.land()
         self._stepper.finish()
 
     def resync(self) -> list[str]:
@@ -432,7 +485,10 @@ class Engine:
         return self._stepper.host_bytes
 
     def close(self) -> None:
-        """Remove hooks, end the worker, release memory. Safe to call twice."""
+        """Remove hooks, end the worker, release memory. Safe to call twice.
+
+        A step that is under way ends first: the worker runs what was submitted before it ends.
+        """
         self._closed = True
         for hook in self._hooks:
             hook.remove()

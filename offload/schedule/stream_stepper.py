@@ -37,7 +37,7 @@ from offload.schedule.tile_job import Gate, TileJob
 from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
 from offload.schedule.worker import Call, Worker
-from offload.transfer.transport import Ready, Transport
+from offload.transfer.transport import Ready, Signal, Transport
 
 __all__ = ["BUFFER_BYTES", "NUM_SLOTS", "StreamStepper", "stream_tile_numel"]
 
@@ -271,6 +271,13 @@ class StreamStepper:
         if self._on_gpu:
             with self._clock.stage("wait_state"):
                 torch.cuda.synchronize(self._transport.device)
+
+    def mark(self) -> Future[Signal]:
+        """When the weights of all updates submitted so far are written. For steppers with a thread that computes."""
+        assert self._runner is not None
+        call: Call[Signal] = Call(self._conveyor.mark)
+        self._runner.submit(call)
+        return call.future
 
     def settle_later(self) -> Future[float]:
         """The same without blocking; the result is when it was done, by ``time.perf_counter``.
