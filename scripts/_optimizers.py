@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 BASELINE = "resident"
 LIBRARY_RESIDENT = "offload-resident"  # the library's own resident mode, beside the baseline
+OVERLAPPING = ("wavefront", "hybrid", "auto")  # modes for which overlap_forward means something
 BASELINE_OPTIONS = {"lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
 
 
@@ -30,8 +31,10 @@ def make_optimizer(
         known = {name: value for name, value in options.items() if name in BASELINE_OPTIONS}
         return ResidentAdamW(model.named_parameters(), masters=masters, **known)
     offload = importlib.import_module("offload")
-    if options.get("overlap_forward"):
+    if options.get("overlap_forward") and mode in OVERLAPPING:
         options["model"] = model
+    else:  # a run compares modes of both kinds
+        options.pop("overlap_forward", None)
     return offload.AdamW(
         model.named_parameters(),
         masters=masters,
@@ -45,6 +48,7 @@ def measure_rates(device: torch.device, threads: int | None) -> Any:
     """What this machine does per second; None without a GPU. Before the optimizer: its plan then tells seconds."""
     if device.type != "cuda":
         return None
+    device = torch.device("cuda", torch.cuda.current_device())  # with its index, as parameters have it
     offload = importlib.import_module("offload")
     num_threads = threads or offload.configure_cpu_optimizer_threads().num_threads
     return importlib.import_module("offload.rates").measured(device, num_threads)
@@ -69,7 +73,7 @@ def update_seconds(
         "seconds": seconds,
         "chunks": len(plan.chunks),
         "tiles": max(numel // config.get("tile_numel", offload.OffloadConfig().tile_numel), 1),
-        "overlaps_forward": bool(options.get("overlap_forward")),
+        "overlaps_forward": bool(options.get("overlap_forward")) and mode in OVERLAPPING,
         "rates": vars(rates),
     }
 
@@ -87,6 +91,8 @@ def parse_assignments(texts: list[str]) -> dict[str, Any]:
 
 
 def _literal(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):

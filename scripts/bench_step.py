@@ -40,6 +40,7 @@ from _measure import (
 from _models import SHAPES, LanguageModel, build_model, implementation_of, num_parameters
 from _optimizers import (
     BASELINE,
+    OVERLAPPING,
     make_optimizer,
     measure_rates,
     parse_assignments,
@@ -167,7 +168,7 @@ def measure_length(
     losses: list[torch.Tensor] = []
     reports: list[Any] = []
     clock = PhaseClock(device)
-    overlaps = bool(parse_assignments(args.optimizer).get("overlap_forward")) and args.worker != BASELINE
+    overlaps = bool(parse_assignments(args.optimizer).get("overlap_forward")) and args.worker in OVERLAPPING
 
     def step() -> None:
         clock.mark("forward")

@@ -115,6 +115,7 @@ class DeviceStepper:
         mine = [self._params[span.param] for chunk in chunks for span in chunk.spans]
         for resident in mine:
             self._set_master(resident, masters.get(resident.record.index))
+        self.finish()  # backward may run on another stream than the one that made this
 
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """See `Stepper.state`."""

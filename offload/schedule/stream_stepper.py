@@ -102,6 +102,7 @@ class StreamStepper:
         self._gate = Gate(RUNNING_JOBS)
         self._uploaded: tuple[Rows, dict[int, Any]] | None = None
         self._fired: dict[int, None] = {}
+        self._order: list[int] = []
         self._expected: list[StreamTile] = []
         self._holds = False
         self._conveyor = Conveyor(transport, slots, clock, stream=stream)
@@ -303,8 +304,9 @@ class StreamStepper:
         """See `Stepper.end_step`."""
         self._clock.count("early_tiles", len(self._early))
         self._clock.count("late_tiles", self._late)
-        if self._fired:
-            self._expected = self._completed_by(self._fired)
+        if self._fired and list(self._fired) != self._order:
+            self._order = list(self._fired)
+            self._expected = self._completed_by(self._order)
         self._reset_books()
 
     def close(self) -> None:
