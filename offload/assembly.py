@@ -45,7 +45,7 @@ from offload.transfer.inline import InlineTransport
 from offload.transfer.ring import Ring
 from offload.transfer.transport import Transport
 
-__all__ = ["Options", "assemble", "make_transport"]
+__all__ = ["EARLY_MODES", "Options", "assemble", "make_transport"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,9 @@ NUM_RINGS = 2
 HYBRID_THREADS = 0.75
 """Of the thread budget that a hybrid's host kernels use: copies take a part of the memory's bandwidth, so that more
 threads only compete with backward's (11-12 of 16 cores were the fastest)."""
+
+EARLY_MODES = ("wavefront", "hybrid")
+"""Chunks are stepped inside backward."""
 
 STREAM_MODES = ("all-at-once", "chunked-sync", "chunked-stream")
 """State is on the host and is stepped on the device: placement STREAM."""
@@ -71,6 +74,7 @@ class Options:
     accumulation_steps: int
     flush_denormals: bool
     config: OffloadConfig
+    overlap_forward: bool = False
 
     @property
     def needs_norm_first(self) -> bool:
@@ -107,7 +111,7 @@ def assemble(
     logger.info("%s", made)
     policy = Policy(
         mode=made.mode,
-        early=made.mode in ("wavefront", "hybrid"),
+        early=made.mode in EARLY_MODES,
         accumulation_steps=options.accumulation_steps,
         max_grad_norm=options.max_grad_norm,
         nonfinite=options.nonfinite,
@@ -126,6 +130,7 @@ def assemble(
             ranks=Ranks(config.timeout_s, config.is_rank_local),
             tile_numel=config.tile_numel,
             chunk_by=config.chunk_by,
+            departing=stepper if isinstance(stepper, HybridStepper) and options.overlap_forward else None,
         )
         engine.add(records, masters)
     except BaseException:
@@ -174,7 +179,19 @@ def _make_stepper(
         return _make_stream_stepper(mode, device, rule, records, options, worker, clock, budget)
     if mode == "hybrid":
         return _make_hybrid_stepper(made, device, rule, records, options, worker, clock, budget)
-    return _make_host_stepper(made, device, rule, records, options, worker, clock, budget)
+    host = _make_host_stepper(made, device, rule, records, options, worker, clock, budget)
+    if mode == "wavefront" and options.overlap_forward:
+        return HybridStepper(
+            host=host,
+            stream=None,
+            device=None,
+            placements=(),
+            worker=worker,
+            timeout_s=config.timeout_s,
+            rebalances=False,
+            departs=True,
+        )
+    return host
 
 
 def _make_host_stepper(
@@ -263,7 +280,9 @@ def _make_hybrid_stepper(
         device=resident,
         placements=made.placements,
         worker=worker,
+        timeout_s=config.timeout_s,
         rebalances=config.stream_share is None,
+        departs=options.overlap_forward,
     )
 
 

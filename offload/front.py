@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from offload.assembly import Options, assemble
+from offload.assembly import EARLY_MODES, Options, assemble
 from offload.checkpoint import IncomingState, export_state, read_state, rounds_to
 from offload.distributed import local_shard
 from offload.errors import CheckpointError, ClosedError, ConfigError, ParameterError, StateError
 from offload.kernels.rule import KernelRule
+from offload.layout import layer_namer
 from offload.model_watch import ModelWatch
 from offload.parameters import ParamRecord, make_record
 from offload.prepare import Masters
@@ -25,6 +26,7 @@ from offload.report import StepReport
 from offload.saved_groups import read_groups
 from offload.schedule.base_step import hooks_set_aside
 from offload.schedule.engine import Engine
+from offload.schedule.forward_gates import ForwardGates
 from offload.schedule.plan import Plan
 from offload.state_entry import StateEntry
 
@@ -62,13 +64,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
             check_group: raises `ConfigError` where a hyperparameter of a param group is out of range.
             masters: FP32 values of cast parameters.
             options: mode, backend and so on.
-            model: its forward raises while weights of a half-done step are there; None: nobody looks.
+            model: its forward raises while weights of a half-done step are there, and waits for its weights with
+                ``options.overlap_forward``; None: nobody looks.
         """
         with torch.inference_mode(False):  # state made inside could never be written outside
             self._build(list(params), defaults, rule, check_group, masters, options)
         self._model_watch = (
             None if model is None else ModelWatch(model, _weakly(weakref.WeakMethod(self._before_forward)))
         )
+        if model is not None and options.overlap_forward:
+            self._place_gates(model, options)
 
     def _build(
         self,
@@ -93,6 +98,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         records = [record for group in self.param_groups for record in self._make_records(group)]
         if not records:
             raise ConfigError("params has no parameter with requires_grad=True: there is nothing to optimize")
+        self._gates: ForwardGates | None = None
         given = self._given_masters(records)
         if masters and not given:
             raise ConfigError(
@@ -107,12 +113,31 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._finalizer = weakref.finalize(self, engine.close)
         self._publish(records)
 
+    def _place_gates(self, model: torch.nn.Module, options: Options) -> None:
+        engine = self._open_engine()
+        if self._plan.mode not in EARLY_MODES:
+            logger.info("overlap_forward has nothing to overlap: mode %s updates in step()", self._plan.mode)
+            return
+        try:
+            self._gates = ForwardGates(
+                model,
+                layer_of=layer_namer(options.config.chunk_by),
+                flight=lambda: engine.flight,
+                land=engine.land,
+                switch_off=engine.stop_departing,
+            )
+            self._gates.attach(engine.chunks, engine.records)
+        except BaseException:
+            self.close()
+            raise
+
     # The training loop ------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
         """Apply the gradients that came since the last step; return what `closure` returned.
 
-        Blocks until state and weights are complete: after it any stream and any thread sees the new weights.
+        Blocks until state and weights are complete: after it any stream and any thread sees the new weights. With
+        ``overlap_forward`` it returns before that, and the next forward waits for each layer's weights.
 
         Args:
             closure: evaluated first, with gradients enabled, as torch optimizers do.
@@ -300,6 +325,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine = None
         if self._model_watch is not None:
             self._model_watch.close()
+        if self._gates is not None:
+            self._gates.remove()
         if hasattr(self, "_finalizer"):
             self._finalizer()
         self.state.clear()
@@ -360,6 +387,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine.add(records, masters)
         for record, state in zip(records, waiting, strict=True):
             self._take_waiting(record, state)
+        if self._gates is not None and records:
+            self._gates.attach(engine.chunks, engine.records)
         self._publish(records)
 
     def _take_waiting(self, record: ParamRecord, waiting: Mapping[str, torch.Tensor]) -> None:
@@ -446,7 +475,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._publish([record])
 
     def _before_forward(self) -> None:
-        if self._engine is not None:
+        if self._engine is not None and self._engine.flight is None:  # else the gates see to it
             self._engine.require_untouched("a forward of the model")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload.assembly import Options
+from offload.assembly import EARLY_MODES, Options
 from offload.config import BACKENDS, CLIP_POLICIES, MODES, NONFINITE_POLICIES, OffloadConfig, check_choice
 from offload.errors import ConfigError
 from offload.front import OffloadOptimizer, Params
@@ -46,8 +46,11 @@ class AdamW(OffloadOptimizer):
             every bit as it was (``"skip"``), or raises before any change (``"raise"``).
         accumulation_steps: backward passes per step.
         flush_denormals: treat denormals as zero; False keeps them as torch does by default, up to 11 times slower.
-        overlap_forward: reserved for overlapping updates with the next forward; must stay False.
-        model: the model that the parameters belong to. Its forward then raises `MidStepError` between a backward that
+        overlap_forward: ``step()`` returns while the last chunks are still being stepped, and each layer's forward waits for
+            its own weights; the bits are the same. Needs `model`, whose modules get the hooks, and mode ``"wavefront"`` or
+            ``"hybrid"`` to have an effect; on one rank. Weights that are read past the modules' calls are not guarded: call
+            `synchronize` first (docs/overlap-forward.md).
+        model: the model that has all parameters of the optimizer. Its forward raises `MidStepError` between a backward that
             applied parts of a step and ``step()``, when weights are part old, part new. None: that is the caller's to avoid.
         config: see `OffloadConfig`.
 
@@ -85,6 +88,7 @@ class AdamW(OffloadOptimizer):
             accumulation_steps,
             flush_denormals,
             overlap_forward,
+            model,
             config,
         )
         defaults = _torch_defaults() | {
@@ -139,6 +143,7 @@ class SignSGD(OffloadOptimizer):
             accumulation_steps,
             flush_denormals,
             overlap_forward,
+            model,
             config,
         )
         defaults = {"lr": lr, "weight_decay": weight_decay, "maximize": maximize}
@@ -162,11 +167,12 @@ def _options(
     accumulation_steps: int,
     flush_denormals: bool,
     overlap_forward: bool,
+    model: torch.nn.Module | None,
     config: OffloadConfig | None,
 ) -> Options:
     check_choice("clip", clip, CLIP_POLICIES)
     if overlap_forward:
-        raise ConfigError("overlap_forward=True is not available in this version; leave it False")
+        _check_overlap(model, mode)
     if max_grad_norm is not None and not max_grad_norm > 0.0:
         raise ConfigError(
             f"max_grad_norm={max_grad_norm!r}: expected a positive number, or None for no clipping"
@@ -182,7 +188,20 @@ def _options(
         accumulation_steps=accumulation_steps,
         flush_denormals=flush_denormals,
         config=config or OffloadConfig(),
+        overlap_forward=bool(overlap_forward),
     )
+
+
+def _check_overlap(model: torch.nn.Module | None, mode: str) -> None:
+    if model is None:
+        raise ConfigError(
+            "overlap_forward=True needs model=: the model whose forward is to wait for the weights that it uses"
+        )
+    if mode not in ("auto", *EARLY_MODES):
+        raise ConfigError(
+            f"overlap_forward=True with mode={mode!r}: this mode updates everything in step() and has nothing to overlap; "
+            "choose wavefront, hybrid or auto"
+        )
 
 
 def _check_common(group: Mapping[str, Any]) -> None:

@@ -54,7 +54,8 @@ class StepReport:
     timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds by stage: ``wait_gradient``, ``kernel``, ``wait_slot``, ``issue`` are the worker's since the step
     before; ``hook`` is what gradient hooks took, held-up time included; ``exposed`` is what ``step()`` itself took.
-    Where state is streamed, ``issue`` and ``wait_state`` are the times to start all tiles and to wait for the last."""
+    Where state is streamed, ``issue`` and ``wait_state`` are the times to start all tiles and to wait for the last.
+    ``landing``, with ``overlap_forward``: the wait for what had not ended when somebody asked."""
 
     def as_dict(self, prefix: str = "offload/") -> dict[str, float]:
         """Flat name → number, for wandb, tensorboard and the like."""

@@ -7,11 +7,14 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from _baseline import ResidentAdamW
+from _roofline import BESIDE_LINK
 from torch import Tensor, nn
 
 BASELINE = "resident"
 LIBRARY_RESIDENT = "offload-resident"  # the library's own resident mode, beside the baseline
+OVERLAPPING = ("wavefront", "hybrid", "auto")  # modes for which overlap_forward means something
 BASELINE_OPTIONS = {"lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
 
 
@@ -28,8 +31,10 @@ def make_optimizer(
         known = {name: value for name, value in options.items() if name in BASELINE_OPTIONS}
         return ResidentAdamW(model.named_parameters(), masters=masters, **known)
     offload = importlib.import_module("offload")
-    if options.get("overlap_forward"):
+    if options.get("overlap_forward") and mode in OVERLAPPING:
         options["model"] = model
+    else:  # a run compares modes of both kinds
+        options.pop("overlap_forward", None)
     return offload.AdamW(
         model.named_parameters(),
         masters=masters,
@@ -37,6 +42,40 @@ def make_optimizer(
         config=offload.OffloadConfig(**(config or {})),
         **options,
     )
+
+
+def measure_rates(device: torch.device, threads: int | None) -> Any:
+    """What this machine does per second; None without a GPU. Before the optimizer: its plan then tells seconds."""
+    if device.type != "cuda":
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())  # with its index, as parameters have it
+    offload = importlib.import_module("offload")
+    num_threads = threads or offload.configure_cpu_optimizer_threads().num_threads
+    return importlib.import_module("offload.rates").measured(device, num_threads)
+
+
+def update_seconds(
+    mode: str, optimizer: Any, rates: Any, config: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """What a roofline needs of an optimizer: seconds of its update at `rates`, chunks, tiles; None where not known."""
+    if rates is None or mode == BASELINE or optimizer.plan.step_s is None:
+        return None
+    plan, offload = optimizer.plan, importlib.import_module("offload")
+    hybrid_plan = importlib.import_module("offload.schedule.hybrid_plan")
+    seconds = plan.step_s
+    if plan.mode == "hybrid":
+        on_host = sum(chunk.numel for chunk in plan.chunks if chunk.placement.name != "DEVICE")
+        seconds = hybrid_plan.at_share(
+            plan.stream_share, on_host, stream_bytes=12, edge_bytes=2, rates=rates, beside_link=BESIDE_LINK
+        ).step_s
+    numel = sum(chunk.numel for chunk in plan.chunks)
+    return {
+        "seconds": seconds,
+        "chunks": len(plan.chunks),
+        "tiles": max(numel // config.get("tile_numel", offload.OffloadConfig().tile_numel), 1),
+        "overlaps_forward": bool(options.get("overlap_forward")) and mode in OVERLAPPING,
+        "rates": vars(rates),
+    }
 
 
 def pinned_bytes(mode: str) -> int:
@@ -52,6 +91,8 @@ def parse_assignments(texts: list[str]) -> dict[str, Any]:
 
 
 def _literal(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):

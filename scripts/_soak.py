@@ -325,7 +325,7 @@ def lanes(seed: int, mishaps: Mishaps) -> Iterator[None]:
             device, delay=random_delays(seed, most_s=1e-3), fail=mishaps.fail, timeout_s=60.0
         )
 
-    assembly.make_transport = make  # type: ignore[assignment]
+    assembly.make_transport = make
     try:
         yield
     finally:

@@ -44,8 +44,17 @@ from _measure import (
     write_json,
 )
 from _models import SHAPES, LanguageModel, build_model, implementation_of, num_parameters
-from _optimizers import BASELINE, make_optimizer, parse_assignments, pinned_bytes
+from _optimizers import (
+    BASELINE,
+    OVERLAPPING,
+    make_optimizer,
+    measure_rates,
+    parse_assignments,
+    pinned_bytes,
+    update_seconds,
+)
 from _ranks import World, join_world
+from _roofline import CAUSES, Compute, exposed, roofline
 
 # One mode after another in its own process ------------------------------------------------------------------
 
@@ -139,10 +148,12 @@ def measure_mode(args: argparse.Namespace, world: World) -> dict[str, Any]:
         seed=args.seed,
     )
     world.shard(model)
+    config = parse_assignments(args.config)
+    rates = measure_rates(device, config.get("threads"))
     optimizer = make_optimizer(
         args.worker,
         model,
-        config=parse_assignments(args.config),
+        config=config,
         **{"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, **parse_assignments(args.optimizer)},
     )
     synchronize(device)
@@ -152,8 +163,11 @@ def measure_mode(args: argparse.Namespace, world: World) -> dict[str, Any]:
         "implementation": implementation_of(model),
         "setup_s": time.perf_counter() - started,
         "environment": _environment.describe(device),
+        "update": update_seconds(args.worker, optimizer, rates, config, parse_assignments(args.optimizer)),
     }
     result["runs"] = measure_lengths(args, model, optimizer, device, world)
+    for run in result["runs"]:
+        run["update"] = result["update"]
     optimizer.close()
     return result
 
@@ -199,17 +213,21 @@ def measure_length(
     losses: list[torch.Tensor] = []
     reports: list[Any] = []
     clock = PhaseClock(device)
+    overlaps = bool(parse_assignments(args.optimizer).get("overlap_forward")) and args.worker in OVERLAPPING
 
     def step() -> None:
         clock.mark("forward")
         loss = model(ids, targets)
+        if overlaps and optimizer.last_step is not None:
+            reports.append(optimizer.last_step)
         clock.mark("backward")
         loss.backward()
         clock.mark("optimizer")
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        reports.append(optimizer.last_step)
+        if not overlaps:  # else asking would wait for the update, which is to go on in the next forward
+            reports.append(optimizer.last_step)
 
     for _ in range(args.warmup):
         step()
@@ -268,6 +286,25 @@ def compare_with_first(runs: list[dict[str, Any]]) -> None:
         run["bit_equal_losses"] = run["losses"] == reference
         baseline = next((peer for peer in peers if peer["mode"] == BASELINE), None)
         run["share_of_resident"] = baseline and baseline["step_s"] / run["step_s"]
+        if baseline is not None:
+            add_roofline(run, Compute(baseline["forward_s"], baseline["backward_s"]))
+
+
+def add_roofline(run: dict[str, Any], compute: Compute) -> None:
+    """The time that the rates allow, the share of it reached, and the exposed seconds by cause."""
+    run["exposed_s"] = exposed(run, compute)
+    update = run.get("update")
+    if update is None:
+        return
+    run["roofline_s"] = roofline(
+        run["mode"],
+        compute,
+        update["seconds"],
+        num_chunks=update["chunks"],
+        num_tiles=update["tiles"],
+        overlaps_forward=update["overlaps_forward"],
+    )
+    run["share_of_roofline"] = run["roofline_s"] / run["step_s"]
 
 
 def print_tables(result: dict[str, Any]) -> None:
@@ -285,6 +322,7 @@ def print_tables(result: dict[str, Any]) -> None:
         "device GiB", "reserved GiB", "pinned GiB", "host GiB",
     )  # fmt: skip
     print(format_table(headers, [table_row(run) for run in done]))
+    print_rooflines([run for run in done if "exposed_s" in run])
     for length in dict.fromkeys(run["seq"] for run in done):
         print_losses(length, [run for run in done if run["seq"] == length])
     for run in done:
@@ -305,6 +343,32 @@ def table_row(run: dict[str, Any]) -> list[str]:
         *(f"{run[name]:.3f}" for name in ("forward_s", "backward_s", "optimizer_s")),
         *(in_gib(run[f"{name}_bytes"]) for name in ("peak_device", "peak_reserved", "pinned", "host")),
     ]
+
+
+def print_rooflines(runs: list[dict[str, Any]]) -> None:
+    """See docs/roofline.md."""
+    if not runs:
+        return
+    rows = [
+        [
+            run["mode"],
+            str(run["seq"]),
+            *(f"{run[name]:.3f}" if name in run else "-" for name in ("step_s", "roofline_s")),
+            f"{run['share_of_roofline']:.1%}" if "share_of_roofline" in run else "-",
+            *(f"{run['exposed_s'][cause]:.3f}" for cause in CAUSES),
+        ]
+        for run in runs
+    ]
+    headers = (
+        "mode",
+        "seq",
+        "step s",
+        "roofline s",
+        "of roofline",
+        *(f"exposed: {cause} s" for cause in CAUSES),
+    )
+    print("\nRoofline, and the time above forward and backward alone, by cause (docs/roofline.md):\n")
+    print(format_table(headers, rows))
 
 
 def print_losses(length: int, runs: list[dict[str, Any]]) -> None:

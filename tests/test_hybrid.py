@@ -6,6 +6,7 @@ failures are the same.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +15,22 @@ import torch
 
 import offload
 from offload import assembly
-from offload.errors import ConfigError, MidStepError, NonFiniteGradientError, OffloadError, WorkerError
+from offload.errors import (
+    ConfigError,
+    DeadlineError,
+    MidStepError,
+    NonFiniteGradientError,
+    OffloadError,
+    WorkerError,
+)
+from offload.kernels.numba_backend import NumbaBackend
+from offload.kernels.rule import AdamWRule
 from offload.schedule.conveyor import Conveyor
 from offload.schedule.hybrid_stepper import HybridStepper
 from offload.schedule.mode_costs import Placement
+from offload.schedule.stream_stepper import StreamStepper
+from offload.schedule.updater import HostUpdater
+from offload.schedule.worker import Worker
 from offload.transfer.host import LaneTransport
 from offload.transfer.pinned import pinned_bytes
 from tests.training import (
@@ -191,11 +204,12 @@ def test_chunks_change_sides_between_steps_and_no_bit_with_them(
     late: list[str] = ["stream"]
     seen: list[dict[str, Placement]] = []
 
-    def ends(self: HybridStepper) -> tuple[float, float]:
+    def ends(self: HybridStepper) -> None:
         seen.append(dict(self.placements))
-        return (0.0, 1.0) if late == ["stream"] else (1.0, 0.0)
+        if self._is_underway:
+            self._ends = (0.0, 1.0) if late == ["stream"] else (1.0, 0.0)
 
-    monkeypatch.setattr(HybridStepper, "_time_ends", ends)
+    monkeypatch.setattr(HybridStepper, "_note_ends", ends)
     model = make_decoder()
     masters = offload.cast_compute_weights(model, keep_fp32="norm")
     recorder = Recorder(model)
@@ -219,8 +233,9 @@ def test_chunks_change_sides_between_steps_and_no_bit_with_them(
 
 
 def test_a_share_that_the_user_gave_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HybridStepper, "_time_ends", lambda self: (0.0, 1.0))
+    monkeypatch.setattr(HybridStepper, "_note_ends", lambda self: setattr(self, "_ends", (0.0, 1.0)))
     model = make_decoder()
+    offload.cast_compute_weights(model)
     with hybrid(model, share=0.5) as optimizer:
         before = placed(optimizer)
         train(model, optimizer, batches(6))
@@ -386,6 +401,62 @@ def test_close_gives_everything_back() -> None:
 def test_the_torch_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"hybrid.*backend='torch'.*numba"):
         hybrid(make_decoder(), backend="torch")
+
+
+# The thread that issues, as a GPU has it
+
+
+class OnItsOwnThread(StreamStepper):
+    """Enqueues and computes on a worker of its own, with a backlog of two tiles."""
+
+    def __init__(self, *, worker: Worker, **options: Any) -> None:
+        backend = NumbaBackend(AdamWRule, num_threads=1, flush_denormals=True, cache_dir=None)
+        options |= {"updater": HostUpdater(backend), "backlog_tiles": 2}
+        super().__init__(worker=worker, **options)
+        self._issuer = self._runner = Worker("offload-stream", depth=2, timeout_s=60.0)
+        self._issuer.call(self._updater.start)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_thread_of_its_own_changes_no_bit(monkeypatch: pytest.MonkeyPatch, accumulation_steps: int) -> None:
+    monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)
+    use_lanes(monkeypatch, delay=random_delays(13))
+    run(6, share=0.6, accumulation_steps=accumulation_steps, config={"tile_numel": 1024})
+
+
+def test_an_error_of_that_thread_ends_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with hybrid(model, share=1.0) as optimizer:
+        train(model, optimizer, batches(2))
+
+        def run_trips(self: Conveyor, trips: Any) -> None:
+            raise OSError("the link is down")
+
+        monkeypatch.setattr(Conveyor, "run", run_trips)
+        loss_of(model, batches(1)[0]).backward()
+        for call in (optimizer.step, optimizer.state_dict, optimizer.synchronize):
+            with pytest.raises(WorkerError, match="the link is down"):
+                call()
+
+
+def test_a_thread_that_hangs_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks wait for room in its queue no longer than that, and raise nothing."""
+    monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    over = threading.Event()
+    with hybrid(model, share=1.0, config={"tile_numel": 1024}) as optimizer:
+        train(model, optimizer, batches(2))
+        optimizer._engine._stepper._stream._issuer._timeout_s = 0.2
+        monkeypatch.setattr(Conveyor, "run", lambda self, trips: over.wait(30))
+        try:
+            loss_of(model, batches(1)[0]).backward()
+            with pytest.raises(DeadlineError, match=r"took no job within 0\.2 s"):
+                optimizer.step()
+        finally:
+            over.set()
 
 
 # Waits and failures

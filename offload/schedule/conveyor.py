@@ -223,6 +223,15 @@ class _Inside(NamedTuple):
     coming: Transfer | None
 
 
+class _Travelling(NamedTuple):
+    """What a tile has under way, and what must stay alive until it has ended."""
+
+    coming: Transfer | None
+    done: Ready | None
+    leaving: Transfer | None
+    trip: Trip | None
+
+
 class Conveyor:
     """Takes tiles through the slots, in order. Used by one thread at a time.
 
@@ -239,7 +248,7 @@ class Conveyor:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._transport, self._slots, self._clock, self._stream = transport, slots, clock, stream
-        self._travelling: deque[tuple[Transfer | None, Transfer | None, Trip | None]] = deque()
+        self._travelling: deque[_Travelling] = deque()
         self._expected: deque[StreamTile] = deque()
         self._early: dict[TileKey, _Inside] = {}
         self._seen: set[TileKey] = set()
@@ -264,10 +273,15 @@ class Conveyor:
         while inside:
             self._work(*inside.popleft())
 
+    def mark(self) -> Ready:
+        """The point at which the work of all trips so far is done."""
+        with self._on_stream():
+            return self._transport.record_ready()
+
     def reap(self, most: int) -> None:
         """Forget trips that have ended, and wait for the oldest until at most `most` are left."""
         while self._travelling:
-            _, leaving, _ = self._travelling[0]
+            leaving = self._travelling[0].leaving
             if len(self._travelling) <= most and (leaving is None or not self._transport.is_done(leaving)):
                 return
             self._wait_for_oldest()
@@ -325,7 +339,7 @@ class Conveyor:
         _, (slot, _, coming) = self._early.popitem()
         if coming is not None:
             slot.free = coming.signal or slot.free
-            self._travelling.append((coming, None, None))
+            self._travelling.append(_Travelling(coming, None, None, None))
         self._slots.give(slot)
 
     def _forget_expected(self) -> None:
@@ -351,12 +365,16 @@ class Conveyor:
         if leaving is not None:
             self._clock.count("bytes_to_host", leaving.num_bytes)
             slot.free = leaving.signal or done
-        self._travelling.append((coming, leaving, trip))
+        self._travelling.append(_Travelling(coming, done, leaving, trip))
         self._slots.give(slot)
         self._bring_expected()
 
     def _wait_for_oldest(self) -> None:
-        coming, leaving, _ = self._travelling[0]
+        coming, done, leaving, _ = self._travelling[0]
+        if (
+            leaving is None and done is not None
+        ):  # nothing leaves, and what the work reads must outlive it all the same
+            done.synchronize()
         for transfer in (coming, leaving):
             if transfer is not None:
                 self._transport.wait(transfer)

@@ -11,6 +11,7 @@ worker's thread, the only one that may run them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
 from offload.schedule.worker import Call, Worker
 from offload.transfer.deadline import synchronize_device
+from offload.transfer.transport import Signal
 
 __all__ = ["DeviceStepper"]
 
@@ -44,6 +46,19 @@ class _Resident:
     sums: torch.Tensor
     nonfinite: torch.Tensor
     blocks: torch.Tensor
+
+
+class _Passed:
+    """A signal that has been given: without a device, what a thread has done is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+    def wait(self) -> None:
+        return
 
 
 class DeviceStepper:
@@ -79,6 +94,8 @@ class DeviceStepper:
         self._early: set[int] = set()
         self._num_early = self._num_late = 0
         self._holds = False
+        self._mirrors: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._mirrored: torch.cuda.Event | None = None
 
     @property
     def rule(self) -> Rule:
@@ -102,6 +119,7 @@ class DeviceStepper:
         mine = [self._params[span.param] for chunk in chunks for span in chunk.spans]
         for resident in mine:
             self._set_master(resident, masters.get(resident.record.index))
+        self.finish()  # backward may run on another stream than the one that made this
 
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """See `Stepper.state`."""
@@ -166,6 +184,9 @@ class DeviceStepper:
     def block_sums(self, chunk: int) -> BlockSums:
         """See `Stepper.block_sums`."""
         sums, nonfinite = self._sums[chunk]
+        if self._mirrored is not None:
+            self._mirrored.synchronize()
+            sums, nonfinite = self._mirrors[chunk]
         return BlockSums(sums.cpu().numpy(), nonfinite.cpu().numpy())
 
     def finish(self) -> None:
@@ -179,6 +200,25 @@ class DeviceStepper:
         else:
             self._worker.call(lambda: None)
 
+    def mark(self) -> Future[Signal]:
+        """When all updates enqueued on the current stream are done. Their squared sums are copied to the host behind them.
+
+        `block_sums` can then be read without a wait for what the stream has to do besides.
+        """
+        call: Call[Signal] = Call(_Passed)
+        if not self._on_gpu:
+            self._worker.submit(call)
+            return call.future
+        for index, sums in self._sums.items():
+            if index not in self._mirrors:
+                self._mirrors[index] = tuple(torch.empty_like(s, device="cpu", pin_memory=True) for s in sums)
+            for mirror, source in zip(self._mirrors[index], sums, strict=True):
+                mirror.copy_(source, non_blocking=True)
+        self._mirrored = torch.cuda.Event()
+        self._mirrored.record(torch.cuda.current_stream(self._device))
+        call.future.set_result(self._mirrored)
+        return call.future
+
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
         self._clock.count("early_tiles", self._num_early)
@@ -187,6 +227,7 @@ class DeviceStepper:
         self._early.clear()
         self._num_early = self._num_late = 0
         self._holds = False
+        self._mirrored = None
 
     def load_weights(self, records: Sequence[ParamRecord], *, force: bool = False) -> set[int]:
         """See `Stepper.load_weights`."""

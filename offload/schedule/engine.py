@@ -10,6 +10,8 @@ backward, and are committed or rolled back by the verdict (see `policy`, and Not
 Between backward and ``step()`` state is either untouched (`untouched`) or a mixture of two steps; whatever would
 see or make a mixture raises.
 
+With ``overlap_forward`` a step goes on after ``step()`` (`flight`); whoever reads or changes state lets it land first.
+
 Life of a step::
 
     hook → watch (which backward?) → ledger (accumulate, hold, step?) → stepper (worker: copy, kernel, copy back)
@@ -43,6 +45,7 @@ from offload.parameters import ParamRecord, require_in_modules
 from offload.report import StageClock, StepReport
 from offload.schedule import messages
 from offload.schedule.backward import BackwardWatch
+from offload.schedule.flight import Departing, Flight
 from offload.schedule.hyperparameters import HyperRows, make_rows
 from offload.schedule.ledger import Intake, Ledger
 from offload.schedule.policy import Policy
@@ -62,6 +65,7 @@ class Engine:
 
     Args:
         tile_numel, chunk_by: as in `OffloadConfig`, for the layout.
+        departing: the stepper again, where steps may end after ``step()``.
     """
 
     def __init__(
@@ -74,12 +78,15 @@ class Engine:
         ranks: Ranks,
         tile_numel: int,
         chunk_by: Any = None,
+        departing: Departing | None = None,
     ) -> None:
         self.policy = policy
         self.records: dict[int, ParamRecord] = {}
         self.chunks: list[Chunk] = []
-        self.report: StepReport | None = None
+        self.flight: Flight | None = None
         self.num_steps = 0
+        self._report: StepReport | None = None
+        self._departing = departing
         self._stepper, self._worker, self._clock = stepper, worker, clock
         self._ranks = ranks
         self._tile_numel, self._chunk_by = tile_numel, chunk_by
@@ -110,6 +117,7 @@ class Engine:
         """
         if not records:
             return
+        self.land()
         self._ranks.add([record.param for record in records])
         by_index = {record.index: record for record in records}
         chunks = build_chunks(
@@ -203,6 +211,7 @@ class Engine:
     def _begin(self) -> None:
         """At a step's first gradient: how it is taken; and masters must agree with the weights that made it."""
         if not self._begun:
+            self.land()
             self._begun = True
             self.policy.begin_step()
             self._ledger.begin_step(early=self.policy.early)
@@ -250,6 +259,7 @@ class Engine:
         start = time.perf_counter()
         self._worker.raise_error()
         self._require_whole("step()")
+        self.land()
         if self._watch.interrupted and self._ledger.touched:
             why = "is still running" if self._watch.running else "ended with an exception"
             raise MidStepError(messages.unfinished(f"the last backward pass {why}", self._stuck))
@@ -271,19 +281,19 @@ class Engine:
             self._carry_out(verdict)
         if verdict is None or not verdict.skip:
             self._apply(verdict)
-        self._conclude(verdict or Verdict(total_norm([self._agree(nonfinite=False).square_sum])), start)
+        self._conclude(verdict, start)
         self._changing = None
 
     def _apply(self, verdict: Verdict | None) -> None:
         try:
             self._stepper.step_rest(self._hyper.rows if self._hyper else self._rows(verdict))
-            self._stepper.finish()
+            if not self._departs:
+                self._stepper.finish()
         except StateError:  # a stepper's word that nothing was changed
             self._changing = None
             raise
         for record in self._fired():
             record.num_steps += 1
-            record.note_weight()
 
     def _rows(self, verdict: Verdict | None) -> Rows:
         coefficient = verdict.coefficient if verdict else 1.0
@@ -297,7 +307,7 @@ class Engine:
             self._changing = None
             raise
         culprit = self._first_nonfinite()
-        agreed = self._agree(nonfinite=culprit is not None)
+        agreed = self._agree(self._spans(), nonfinite=culprit is not None, touched=self._ledger.touched)
         where = f"of {culprit.name}" if culprit else f"on rank(s) {list(agreed.nonfinite_ranks)}"
         if agreed.nonfinite_ranks and self.policy.nonfinite == "raise":
             self._roll_back(restore=True)
@@ -345,17 +355,52 @@ class Engine:
         moved, self._moved = self._moved, []
         return moved
 
-    def _conclude(self, verdict: Verdict, start: float) -> None:
+    @property
+    def _departs(self) -> bool:
+        """Whether ``step()`` returns before all is done. Not among ranks: these agree when it is."""
+        return self._departing is not None and self._ranks.alone
+
+    def _conclude(self, verdict: Verdict | None, start: float) -> None:
+        """Close the books of a step; what was submitted may still be running where steps depart."""
+        skipped = verdict is not None and verdict.skip
+        flight = Flight(verdict, list(self._spans()), [] if skipped else self._fired())
+        if self._departing is not None and self._departs and not skipped:
+            flight.marks = self._departing.depart()
+        elif verdict is None:
+            flight.verdict = self._verdict_of(flight)
         for record in self._fired():
             record.source.clear()
         self._ledger.end_step()
-        self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
         self._begun, self._hyper = False, None
         self.num_steps += 1
+        flight.exposed_s = time.perf_counter() - start
+        self.flight = flight
+        if not flight.marks:
+            self.land()
+
+    def land(self) -> None:
+        """Complete the step that is still under way, if one is.
+
+        Raises:
+            WorkerError: the worker failed; it stays under way.
+        """
+        flight = self.flight
+        if flight is None:
+            return
+        start = time.perf_counter()
+        if self._departing is not None:
+            self._departing.settle()
+        verdict = flight.verdict or self._verdict_of(flight)
+        self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
+        for record in flight.written:
+            record.note_weight()
+        self.flight = None
         seconds, counts = self._clock.take()
-        seconds |= {"hook": self._hook_seconds, "exposed": time.perf_counter() - start}
+        seconds |= {"hook": self._hook_seconds, "exposed": flight.exposed_s}
+        if flight.marks:
+            seconds["landing"] = time.perf_counter() - start
         self._hook_seconds = 0.0
-        self.report = StepReport(
+        self._report = StepReport(
             step=self.num_steps,
             grad_norm=verdict.norm,
             clipped=verdict.clipped,
@@ -368,6 +413,17 @@ class Engine:
             **counts,
         )
         self._rolled_back = False
+
+    @property
+    def report(self) -> StepReport | None:
+        """Of the last step, which is completed for it."""
+        self.land()
+        return self._report
+
+    def stop_departing(self) -> None:
+        """From now on ``step()`` waits for everything."""
+        self.land()
+        self._departing = None
 
     def _take_assigned_gradients(self) -> None:
         """Gradients that stand in ``param.grad``: left there by their source, assigned by hand, or made while no hook
@@ -407,16 +463,22 @@ class Engine:
         ]
         return sorted(spans, key=lambda item: item[1].param)
 
-    def _agree(self, *, nonfinite: bool) -> Agreement:
+    def _verdict_of(self, flight: Flight) -> Verdict:
+        """Of a step that needed none before its updates: only its norm is to be known."""
+        touched = self._ledger.touched or bool(flight.written)
+        agreed = self._agree(flight.spans, nonfinite=False, touched=touched)
+        return Verdict(total_norm([agreed.square_sum]))
+
+    def _agree(self, spans: Iterable[tuple[Chunk, Span]], *, nonfinite: bool, touched: bool) -> Agreement:
         """The step's one exchange with the other ranks: squared sums added here by parameter, there by rank."""
         sums = dict.fromkeys(Part, 0.0)
-        for chunk, span in self._spans():
+        for chunk, span in spans:
             record = self.records[span.param]
             first, last = _block_range(span)
             part = self._ranks.part_of(record.param, record.name)
             sums[part] += add_blocks(self._stepper.block_sums(chunk.index).sums, first, last)
         agreed = self._ranks.combine(
-            Share(sums[Part.OWN], sums[Part.REPLICA], nonfinite=nonfinite, touched=self._ledger.touched)
+            Share(sums[Part.OWN], sums[Part.REPLICA], nonfinite=nonfinite, touched=touched)
         )
         if not agreed.touched:
             self._changing = None
@@ -456,6 +518,7 @@ class Engine:
         """
         self._worker.raise_error()
         self._require_whole(what)
+        self.land()
         if not self.untouched:
             raise MidStepError(messages.mixture(what, self._applied))
 
@@ -479,7 +542,8 @@ class Engine:
         if self._changing != RESET:
             self._require_whole("zero_grad()")
             if not self._ledger.touched and not self._watch.interrupted:
-                return
+                return  # a step that is under way has taken its gradients
+            self.land()
             if self._stuck:
                 raise MidStepError(messages.no_way_back(self._stuck))
         self._changing = RESET
@@ -493,6 +557,7 @@ class Engine:
             WorkerError: the worker failed.
         """
         self._worker.raise_error()
+        self.land()
         self._changing = RESET
         self._stepper.finish()
         for record in self._fired():
@@ -512,6 +577,7 @@ class Engine:
     def synchronize(self) -> None:
         """Block until everything that was submitted is done."""
         self._worker.raise_error()
+        self.land()
         self._stepper.finish()
 
     def resync(self) -> list[str]:
@@ -539,7 +605,10 @@ class Engine:
         return self._stepper.host_bytes
 
     def close(self) -> None:
-        """Remove hooks, end the worker, release memory. Safe to call twice."""
+        """Remove hooks, end the worker, release memory. Safe to call twice.
+
+        A step that is under way ends first: the worker runs what was submitted before it ends.
+        """
         self._closed = True
         for hook in self._hooks:
             hook.remove()

@@ -14,7 +14,9 @@ the verdict with their gradients held.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -40,7 +42,7 @@ from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.worker import Call, Job, Worker
 from offload.transfer.pinned import Slab, allocate
 from offload.transfer.ring import Ring
-from offload.transfer.transport import Ready, Transport
+from offload.transfer.transport import Ready, Signal, Transport
 
 __all__ = ["HostStepper"]
 
@@ -300,6 +302,28 @@ class HostStepper:
     def finish(self) -> None:
         """See `Stepper.finish`."""
         self._worker.call(self._pipe.finish_returns, on_copier=True)
+
+    def mark(self) -> Future[Signal]:
+        """When the weights of all updates submitted so far have arrived: copies to the device end in order."""
+        call = Call(self._mark, on_copier=True)
+        self._worker.submit(call)
+        return call.future
+
+    def _mark(self) -> Signal:
+        signal = self._transport.issue_to_device((), ()).signal
+        assert signal is not None
+        return signal
+
+    def settle_later(self) -> Future[float]:
+        """`finish` without blocking; the result is when it was done, by ``time.perf_counter``."""
+
+        def settle() -> float:
+            self._pipe.finish_returns()
+            return time.perf_counter()
+
+        call = Call(settle, on_copier=True)
+        self._worker.submit(call)
+        return call.future
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""

@@ -22,7 +22,7 @@ from offload.schedule.mode_costs import (
     gib,
 )
 
-__all__ = ["Balance", "balance", "device_room", "hybrid_needs", "num_stream_slots", "place"]
+__all__ = ["Balance", "at_share", "balance", "device_room", "hybrid_needs", "num_stream_slots", "place"]
 
 MAX_SLOTS = 16
 MIN_SLOTS = 4
@@ -66,7 +66,10 @@ def balance(
         edge_bytes: gradient or weight of an element stepped on the host, each way.
         backward_s: seconds of backward; None: not known.
     """
-    tried = [_at(step / STEPS, numel, stream_bytes, edge_bytes, rates) for step in range(STEPS + 1)]
+    tried = [
+        at_share(step / STEPS, numel, stream_bytes=stream_bytes, edge_bytes=edge_bytes, rates=rates)
+        for step in range(STEPS + 1)
+    ]
     if backward_s is not None:
         hidden = [each for each in tried if each.step_s <= HIDDEN_MARGIN * backward_s]
         if hidden:
@@ -74,9 +77,18 @@ def balance(
     return min(tried, key=lambda each: each.step_s)
 
 
-def _at(share: float, numel: int, stream_bytes: int, edge_bytes: int, rates: Rates) -> Balance:
+def at_share(
+    share: float,
+    numel: int,
+    *,
+    stream_bytes: int,
+    edge_bytes: int,
+    rates: Rates,
+    beside_link: float = BESIDE_LINK,
+) -> Balance:
+    """What one share gives; `beside_link`: the part of the host's rate that is left where anything is streamed."""
     streamed, stepped = share * numel, (1 - share) * numel
-    host_rate = rates.kernel_numel * (BESIDE_LINK if streamed else 1.0)
+    host_rate = rates.kernel_numel * (beside_link if streamed else 1.0)
     moved = stream_bytes * streamed + edge_bytes * stepped
     return Balance(share, stepped / host_rate, moved / rates.duplex_bytes)
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 
 import torch
 
@@ -20,6 +22,7 @@ from offload.layout import Chunk
 from offload.parameters import ParamRecord
 from offload.schedule.balancer import Balancer
 from offload.schedule.device_stepper import DeviceStepper
+from offload.schedule.flight import Mark
 from offload.schedule.host_stepper import HostStepper
 from offload.schedule.mode_costs import Placement
 from offload.schedule.stepper import BlockSums, Rows, Stepper
@@ -39,29 +42,40 @@ class HybridStepper:
     Args:
         placements: of the first chunks, by index; chunks beyond them are stepped on the host.
         worker: shared by all, closed first.
+        stream, device: None where no chunk is placed there.
+        timeout_s: longest wait for a mark, in seconds.
         rebalances: whether chunks may change sides after the first steps.
+        departs: whether steps end after ``step()``, see `flight`.
     """
 
     def __init__(
         self,
         *,
         host: HostStepper,
-        stream: StreamStepper,
-        device: DeviceStepper,
+        stream: StreamStepper | None,
+        device: DeviceStepper | None,
         placements: Sequence[Placement],
         worker: Worker,
+        timeout_s: float,
         rebalances: bool,
+        departs: bool = False,
     ) -> None:
         self._host, self._stream, self._worker = host, stream, worker
         self._rebalances = rebalances
         self._balancer: Balancer | None = None
         self._movable: dict[int, list[ParamRecord]] = {}
         self._ends: tuple[float, float] | None = None
-        self._steppers: dict[Placement, Stepper] = {
-            Placement.HOST: host,
-            Placement.STREAM: stream,
-            Placement.DEVICE: device,
-        }
+        self._parts: dict[Placement, HostStepper | StreamStepper | DeviceStepper] = {Placement.HOST: host}
+        if stream is not None:
+            self._parts[Placement.STREAM] = stream
+        if device is not None:
+            self._parts[Placement.DEVICE] = device
+        self._steppers: Mapping[Placement, Stepper] = self._parts
+        self._timeout_s, self._departs = timeout_s, departs
+        self._marks: dict[int, Mark] = {}
+        self._left: dict[int, int] = {}
+        self._members: dict[int, int] = {}
+        self._settling: tuple[float, Future[float], Future[float]] | None = None
         self._planned = tuple(placements)
         self._placement: dict[int, Placement] = {}
         self._chunk_of: dict[int, int] = {}
@@ -86,6 +100,7 @@ class HybridStepper:
             for chunk in mine:
                 self._placement[chunk.index] = placement
                 self._names[chunk.index] = chunk.name
+                self._members[chunk.index] = len(chunk.spans)
                 self._chunk_of |= {span.param: chunk.index for span in chunk.spans}
         self._make_movable(chunks, records)
 
@@ -96,7 +111,7 @@ class HybridStepper:
             for chunk in chunks
             if self._placement[chunk.index] is Placement.STREAM and chunk.kind.weight != "fp32"
         ]
-        if not movable or not self._rebalances:
+        if not movable or not self._rebalances or self._stream is None:
             return
         state = {chunk.index: self._stream.chunk_state(chunk.index) for chunk in movable}
         self._host.adopt_chunks(movable, records, state)
@@ -145,9 +160,12 @@ class HybridStepper:
         """See `Stepper.step_early`. A step's first update, of whatever placement, sets streamed state in motion."""
         if not self._is_underway:
             self._is_underway = True
-            self._stream.expect({c for c, p in self._placement.items() if p is Placement.STREAM})
+            if self._stream is not None:
+                self._stream.expect({c for c, p in self._placement.items() if p is Placement.STREAM})
         self._note_fire(record)
         self._stepper(record).step_early(record, gradient, rows)
+        if self._departs:
+            self._mark_if_complete(self._chunk_of[record.index])
 
     @property
     def stepped_early(self) -> list[str]:
@@ -179,7 +197,8 @@ class HybridStepper:
     def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`. The host comes last: its queue is bounded, and would hold the others up."""
         for placement in (Placement.STREAM, Placement.DEVICE, Placement.HOST):
-            self._steppers[placement].step_rest(rows)
+            if placement in self._steppers:
+                self._steppers[placement].step_rest(rows)
 
     def block_sums(self, chunk: int) -> BlockSums:
         """See `Stepper.block_sums`."""
@@ -187,19 +206,48 @@ class HybridStepper:
 
     def finish(self) -> None:
         """See `Stepper.finish`."""
-        if self._balancer is not None and self._is_underway:
-            self._ends = self._time_ends()
+        self._time_ends()
         for stepper in self._steppers.values():
             stepper.finish()
+        self._note_ends()
 
-    def _time_ends(self) -> tuple[float, float]:
-        """Seconds until the host's kernels, and streamed state, are done with what they have."""
-        start = time.perf_counter()
-        streamed = self._stream.settle_later()
+    def depart(self) -> Mapping[int, Mark]:
+        """See `Departing.depart`. Chunks that were complete in backward have been marked there."""
+        self._time_ends()
+        rest: dict[Placement, Mark] = {}
+        for index, placement in self._placement.items():
+            if index not in self._marks:
+                if placement not in rest:
+                    rest[placement] = self._mark(placement)
+                self._marks[index] = rest[placement]
+        return dict(self._marks)
+
+    def settle(self) -> None:
+        """See `Departing.settle`."""
         self._host.finish()
-        host_s = time.perf_counter() - start
-        self._stream.settle()
-        return host_s, streamed.result() - start
+        if self._stream is not None:
+            self._stream.settle()
+        self._note_ends()
+
+    def _mark(self, placement: Placement) -> Mark:
+        return Mark(self._parts[placement].mark(), self._worker, self._timeout_s)
+
+    def _mark_if_complete(self, chunk: int) -> None:
+        left = self._left[chunk] = self._left.get(chunk, self._members[chunk]) - 1
+        if not left:
+            self._marks[chunk] = self._mark(self._placement[chunk])
+
+    def _time_ends(self) -> None:
+        """Have both sides tell when they are done with what they have."""
+        if self._balancer is not None and self._is_underway and self._stream is not None:
+            streamed = self._stream.settle_later()
+            self._settling = time.perf_counter(), self._host.settle_later(), streamed
+
+    def _note_ends(self) -> None:
+        if self._settling is not None:
+            start, *ends = self._settling
+            host_s, stream_s = (end.result(self._timeout_s) - start for end in ends)
+            self._ends, self._settling = (host_s, stream_s), None
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
@@ -207,7 +255,9 @@ class HybridStepper:
             stepper.end_step(keep_held)
         if self._balancer is not None and self._ends is not None:
             self._rebalance(self._balancer.note(*self._ends))
-        self._is_underway, self._ends = False, None
+        self._is_underway, self._ends, self._settling = False, None, None
+        self._marks.clear()
+        self._left.clear()
 
     def _rebalance(self, num_streamed: int) -> None:
         """Stream the first so many of the movable chunks, taken in an order in which neighbours are far apart."""
@@ -219,24 +269,26 @@ class HybridStepper:
                 logger.info("%s: from now on %s", self._names[index], placement.value)
                 self._placement[index] = placement
                 self._host.aim(self._movable[index])
-                self._stream.aim(self._movable[index])
+                if self._stream is not None:
+                    self._stream.aim(self._movable[index])
 
     def close(self) -> None:
         """See `Stepper.close`. First whoever may still be using memory: the worker, the stream's thread, its copies."""
         self._worker.close()
-        try:
-            self._stream.close()
-        finally:
-            try:
-                self._steppers[Placement.HOST].close()
-            finally:
-                self._steppers[Placement.DEVICE].close()
+        with ExitStack() as stack:
+            for placement in (
+                Placement.DEVICE,
+                Placement.HOST,
+                Placement.STREAM,
+            ):  # the last one is closed first
+                if placement in self._steppers:
+                    stack.callback(self._steppers[placement].close)
 
     # Routes -----------------------------------------------------------------------------------------------------
 
     def _note_fire(self, record: ParamRecord) -> None:
         """Streamed state keeps the order of backward, also of chunks that the host steps for now."""
-        if self._chunk_of[record.index] in self._movable:
+        if self._stream is not None and self._chunk_of[record.index] in self._movable:
             self._stream.note_fire(record.index)
 
     def _planned_for(self, chunk: Chunk) -> Placement:

@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 from offload.errors import MemoryBudgetError
 from offload.rates import Rates
-from offload.schedule.hybrid_plan import Balance, balance, device_room, hybrid_needs, num_stream_slots, place
+from offload.schedule.hybrid_plan import (
+    Balance,
+    at_share,
+    balance,
+    device_room,
+    hybrid_needs,
+    num_stream_slots,
+    place,
+)
 from offload.schedule.mode_costs import (
     PLACEMENTS,
     ChunkSize,
@@ -237,23 +245,20 @@ def _make_hybrid(workload: Workload, machine: Machine, rates: Rates | None, reas
 
 def _share(workload: Workload, room: int, rates: Rates | None) -> tuple[float, Balance | None, str]:
     """How much of the host's state is streamed, and why."""
-    if workload.stream_share is not None:
-        return workload.stream_share, None, f"stream_share={workload.stream_share} was asked for"
+    resident = place(workload.chunks, 0.0, room)
+    numel = sum(c.numel for c, p in zip(workload.chunks, resident, strict=True) if p is Placement.HOST)
+    crossing = {"stream_bytes": 4 * workload.state_arrays, "edge_bytes": 2}
+    share = workload.stream_share
+    if share is not None:
+        found = None if rates is None else at_share(share, numel, rates=rates, **crossing)
+        return share, found, f"stream_share={share} was asked for"
     if rates is None:
         return (
             UNMEASURED_SHARE,
             None,
             f"no rates are known: {UNMEASURED_SHARE:.0%} of the host's state is streamed",
         )
-    resident = place(workload.chunks, 0.0, room)
-    numel = sum(c.numel for c, p in zip(workload.chunks, resident, strict=True) if p is Placement.HOST)
-    found = balance(
-        numel,
-        stream_bytes=4 * workload.state_arrays,
-        edge_bytes=2,
-        rates=rates,
-        backward_s=workload.backward_s,
-    )
+    found = balance(numel, rates=rates, backward_s=workload.backward_s, **crossing)
     words = (
         f"{found.share:.0%} of the host's state is streamed: the host's kernels then take {1e3 * found.host_s:.0f} ms, "
         f"the link {1e3 * found.link_s:.0f} ms, at the same time"

@@ -38,7 +38,7 @@ from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
 from offload.schedule.worker import Call, Worker
 from offload.transfer.deadline import synchronize_device
-from offload.transfer.transport import Ready, Transport
+from offload.transfer.transport import Ready, Signal, Transport
 
 __all__ = ["BUFFER_BYTES", "NUM_SLOTS", "StreamStepper", "stream_tile_numel"]
 
@@ -103,6 +103,7 @@ class StreamStepper:
         self._gate = Gate(RUNNING_JOBS)
         self._uploaded: tuple[Rows, dict[int, Any]] | None = None
         self._fired: dict[int, None] = {}
+        self._order: list[int] = []
         self._expected: list[StreamTile] = []
         self._holds = False
         self._conveyor = Conveyor(transport, slots, clock, stream=stream)
@@ -289,6 +290,13 @@ class StreamStepper:
                 self._worker.fail(error)
                 raise
 
+    def mark(self) -> Future[Signal]:
+        """When the weights of all updates submitted so far are written. For steppers with a thread that computes."""
+        assert self._runner is not None
+        call: Call[Signal] = Call(self._conveyor.mark)
+        self._runner.submit(call)
+        return call.future
+
     def settle_later(self) -> Future[float]:
         """The same without blocking; the result is when it was done, by ``time.perf_counter``.
 
@@ -313,8 +321,9 @@ class StreamStepper:
         """See `Stepper.end_step`."""
         self._clock.count("early_tiles", len(self._early))
         self._clock.count("late_tiles", self._late)
-        if self._fired:
-            self._expected = self._completed_by(self._fired)
+        if self._fired and list(self._fired) != self._order:
+            self._order = list(self._fired)
+            self._expected = self._completed_by(self._order)
         self._reset_books()
 
     def close(self) -> None:

@@ -42,6 +42,10 @@ class Ready(Protocol):
         """Whether the stream has passed this point. Never blocks."""
         ...
 
+    def synchronize(self) -> None:
+        """Block the calling thread until the stream has passed this point."""
+        ...
+
     def wait(self) -> None:
         """Make the current stream wait for this point; the calling thread goes on."""
         ...

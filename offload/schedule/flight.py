@@ -1,0 +1,99 @@
+"""The part of a step that goes on after ``step()`` has returned, and the marks at which its weights are complete.
+
+With ``overlap_forward`` the books of a step are closed at ``step()``: gradients are taken, hyperparameters are read,
+versions of weights are counted up. What is left is work that was submitted already. Each chunk has a `Mark`, which the
+forward of its modules waits for; whoever reads anything else lets the flight land first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from offload.errors import DeadlineError
+from offload.layout import Chunk, Span
+from offload.parameters import ParamRecord
+from offload.schedule.verdict import Verdict
+from offload.schedule.worker import Worker
+from offload.transfer.transport import Signal
+
+__all__ = ["Departing", "Flight", "Mark"]
+
+
+class Mark:
+    """A point after which a chunk's weights are the new ones.
+
+    Args:
+        signal: comes when the work is enqueued; on a GPU it is an event of the stream that writes the weights.
+        worker: raises what went wrong.
+        timeout_s: longest wait for `signal`, in seconds.
+    """
+
+    def __init__(self, signal: Future[Signal], worker: Worker, timeout_s: float) -> None:
+        self._signal, self._worker, self._timeout_s = signal, worker, timeout_s
+
+    def wait(self, *, on_host: bool) -> None:
+        """Wait for the work to be enqueued, and make the current stream wait for it, or, `on_host`, the caller.
+
+        Raises:
+            WorkerError: the worker failed.
+            DeadlineError: it did not come so far in time.
+        """
+        try:
+            signal = self._signal.result(self._timeout_s)
+        except FutureTimeout as error:
+            raise DeadlineError(
+                f"weights that the forward needs were not ready within {self._timeout_s} s (config.timeout_s)"
+            ) from error
+        except Exception:
+            self._worker.raise_error()
+            raise
+        if on_host:
+            signal.synchronize()
+        else:
+            signal.wait()
+
+
+@dataclass
+class Flight:
+    """A step that is not complete yet.
+
+    Args:
+        verdict: None where the norm is known when everything has ended.
+        spans: of the parameters that got a gradient, in the optimizer's order: what the norm is made of.
+        written: parameters whose weights are new when it has landed: only then do their versions stand still.
+        marks: by chunk index; empty where ``step()`` waits for everything.
+    """
+
+    verdict: Verdict | None
+    spans: list[tuple[Chunk, Span]]
+    written: list[ParamRecord] = field(default_factory=list)
+    exposed_s: float = 0.0
+    marks: Mapping[int, Mark] = field(default_factory=dict)
+    passed: set[int] = field(default_factory=set)
+
+    def wait(self, chunks: Collection[int], *, on_host: bool) -> None:
+        """Wait for the weights of `chunks` and for no others."""
+        for index in chunks:
+            mark = self.marks.get(index)
+            if mark is not None:
+                mark.wait(on_host=on_host)
+                self.passed.add(index)
+
+    @property
+    def missed(self) -> list[int]:
+        """Chunks whose weights nobody has waited for."""
+        return sorted(self.marks.keys() - self.passed)
+
+
+class Departing(Protocol):
+    """A stepper whose step may end later."""
+
+    def depart(self) -> Mapping[int, Mark]:
+        """All of a step has been submitted: the marks of the chunks that are part of it."""
+
+    def settle(self) -> None:
+        """Block until all that was submitted has ended, without waiting for the device's other work."""

@@ -1,0 +1,190 @@
+"""Forward waits for weights that are still on their way: for each module its own, and for no others.
+
+A chunk of one layer is awaited where that layer's module is called; what belongs to no layer, where the model is called, and
+where the modules that own it are. A pre-hook sees calls of modules only: not weights that other code reads, nor compiled
+code. So at the end of each forward of the model every chunk in flight must have been awaited, else it raises: something
+read weights past the hooks, and what it read may have been old.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import ConfigError, StateError
+from offload.layout import Chunk
+from offload.parameters import ParamRecord
+from offload.schedule import messages
+from offload.schedule.flight import Flight
+
+__all__ = ["ForwardGates"]
+
+logger = logging.getLogger(__name__)
+
+
+class ForwardGates:
+    """Hooks on the modules of `model`.
+
+    Args:
+        layer_of: from a parameter's name to its layer's name, or None.
+        flight: the flight that is under way, if any.
+        land: completes it.
+        switch_off: makes steps complete at ``step()`` from now on.
+
+    Raises:
+        ConfigError: parts of the model are compiled already, so that hooks would not be seen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layer_of: Callable[[str], str | None],
+        flight: Callable[[], Flight | None],
+        land: Callable[[], None],
+        switch_off: Callable[[], None],
+    ) -> None:
+        compiled = [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
+        if compiled:
+            raise ConfigError(
+                f"overlap_forward=True: {messages.some(compiled)} is compiled, and compiled code does not see hooks that "
+                "are added later; build the optimizer first and compile then, or leave overlap_forward False"
+            )
+        self._model, self._layer_of = model, layer_of
+        self._flight, self._land, self._switch_off = flight, land, switch_off
+        self._hooks: list[RemovableHandle] = []
+        self._names: dict[int, str] = {}
+
+    def attach(self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]) -> None:
+        """Place the hooks, anew where there were some.
+
+        Raises:
+            ConfigError: a parameter is not in the model.
+        """
+        self.remove()
+        owners = _owners(self._model)
+        self._names = {chunk.index: chunk.name for chunk in chunks}
+        gates: dict[str, list[int]] = {"": []}
+        for layer, members in self._by_layer(chunks, records).items():
+            params = [records[span.param] for chunk in members for span in chunk.spans]
+            paths = [path for record in params for path in _paths_of(record, owners)]
+            for path in set(paths) | {""} if layer is None else {_common(paths)}:
+                gates.setdefault(path, []).extend(chunk.index for chunk in members)
+        on_host = any(isinstance(record.param, DTensor) for record in records.values())
+        for path, indices in gates.items():
+            module = self._model.get_submodule(path)
+            hook = self._gate(tuple(indices), on_host=on_host)
+            # In front of what gathers sharded weights.
+            self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
+        self._hooks.append(self._model.register_forward_hook(self._check))
+        self._hooks.append(self._model.register_state_dict_pre_hook(self._before_state_dict))
+        self._hooks.append(self._model.register_load_state_dict_pre_hook(self._before_loading))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _by_layer(
+        self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]
+    ) -> dict[str | None, list[Chunk]]:
+        """Chunks of one layer share a gate, whatever their dtypes."""
+        layers: dict[str | None, list[Chunk]] = {}
+        for chunk in chunks:
+            names = {_layer(records[span.param], self._layer_of) for span in chunk.spans}
+            layers.setdefault(names.pop() if len(names) == 1 else None, []).append(chunk)
+        return layers
+
+    def _gate(self, chunks: tuple[int, ...], *, on_host: bool) -> Callable[[nn.Module, Any], None]:
+        """Sharded weights are gathered on streams of their own, which a wait of the current one does not order."""
+
+        def gate(module: nn.Module, arguments: Any) -> None:
+            flight = self._flight()
+            if flight is None:
+                return
+            if module is self._model and _prefetches(module):
+                logger.warning(
+                    "overlap_forward: FSDP prefetches weights in forward explicitly, ahead of their modules; the "
+                    "update is awaited before each forward"
+                )
+                self._land()
+                return
+            flight.wait(chunks, on_host=on_host)
+
+        return gate
+
+    def _check(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        flight = self._flight()
+        if flight is None or not flight.missed:
+            return
+        missed = [self._names[index] for index in flight.missed]
+        self._switch_off()
+        self._land()
+        raise StateError(
+            f"overlap_forward: this forward did not call the modules of {messages.some(missed)}, whose update was still "
+            "running. If it read their weights past the modules (torch.nn.functional, compiled code), they may have been "
+            "old: drop its result and run it again. The overlap is off from now on; if those modules are meant to be "
+            "left out at times, build the optimizer with overlap_forward=False"
+        )
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._land()
+
+    def _before_loading(self, *arguments: Any) -> None:
+        self._land()
+
+
+def _owners(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Paths of the modules that own each parameter; tied ones have several."""
+    owners: dict[torch.Tensor, list[str]] = {}
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(path)
+    return owners
+
+
+def _paths_of(record: ParamRecord, owners: Mapping[torch.Tensor, list[str]]) -> list[str]:
+    paths = owners.get(record.param)
+    if not paths:
+        raise ConfigError(
+            f"overlap_forward=True: {record.name} is not a parameter of model=, so no forward would wait for it; pass the "
+            "model that has all of the optimizer's parameters"
+        )
+    return paths
+
+
+def _layer(record: ParamRecord, layer_of: Callable[[str], str | None]) -> str | None:
+    return layer_of(record.name) if record.has_name else None
+
+
+def _common(paths: Iterable[str]) -> str:
+    """The innermost module that contains all of `paths`."""
+    parts = [path.split(".") if path else [] for path in paths]
+    shared: list[str] = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+    )
+
+
+def _prefetches(model: nn.Module) -> bool:
+    """Whether some FSDP2 module gathers others' weights ahead of their calls."""
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        if state is not None and getattr(state(), "_states_to_forward_prefetch", None):
+            return True
+    return False

@@ -1,0 +1,335 @@
+"""``overlap_forward``: the step ends inside the next forward, each module waits for its own weights, and no bit changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import ConfigError, StateError, WorkerError
+from offload.schedule.flight import Flight, Mark
+from offload.schedule.hybrid_stepper import HybridStepper
+from tests.training import (
+    Decoder,
+    adamw,
+    assert_same_snapshot,
+    assert_weight_is_rounded_master,
+    batches,
+    loss_of,
+    make_decoder,
+    random_delays,
+    snapshot,
+    train,
+    two_groups,
+    use_lanes,
+)
+
+MODES = ["wavefront", "hybrid"]
+Snapshot = dict[str, dict[str, torch.Tensor]]
+
+
+def overlapped(parameters: nn.Module, *, overlap: bool = True, **options: Any) -> offload.AdamW:
+    fields = {"stream_share": 0.5, "ring_slots": 64, "tile_numel": 4096, **options.pop("config", {})}
+    options = {"mode": "wavefront", "overlap_forward": overlap, "model": parameters, "lr": 1e-3, **options}
+    return offload.AdamW(two_groups(parameters), config=offload.OffloadConfig(**fields), **options)
+
+
+def flight_of(optimizer: offload.AdamW) -> Flight | None:
+    return optimizer._engine.flight
+
+
+def run(steps: int, **options: Any) -> tuple[list[float], list[float], Snapshot]:
+    """Losses, norms and the end. Norms are asked for after the next forward, so that steps do overlap."""
+    model = make_decoder()
+    masters = offload.cast_compute_weights(model, keep_fp32="norm")
+    parts = options.get("accumulation_steps", 1)
+    losses, norms = [], []
+    with overlapped(model, masters=masters, **options) as optimizer:
+        for ids in batches(steps):
+            for part in range(parts):
+                loss = loss_of(model, ids.roll(part, 1))
+                if part == 0 and optimizer.last_step is not None:
+                    norms.append(optimizer.last_step.grad_norm)
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        norms.append(optimizer.last_step.grad_norm)
+        return losses, norms, snapshot(model, optimizer)
+
+
+def slow_weights(lane: str, index: int) -> float:
+    return 3e-3 if lane == "to_device" else 0.0
+
+
+# Bits
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}, {"max_grad_norm": 1.6}], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_norms_and_state_are_those_of_the_plain_step(
+    monkeypatch: pytest.MonkeyPatch, mode: str, options: dict[str, Any]
+) -> None:
+    expected = run(5, mode=mode, overlap=False, **options)
+    use_lanes(monkeypatch, delay=slow_weights)
+    actual = run(5, mode=mode, **options)
+    assert actual[:2] == expected[:2]
+    assert_same_snapshot(actual[2], expected[2])
+
+
+def test_small_rings_and_random_delays_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(8, overlap=False)
+    use_lanes(monkeypatch, delay=random_delays(21))
+    actual = run(8, config={"ring_slots": 2, "backlog_tiles": 1, "tile_numel": 1024})
+    assert actual[:2] == expected[:2]
+    assert_same_snapshot(actual[2], expected[2])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_without_the_gates_a_forward_sees_old_weights(
+    monkeypatch: pytest.MonkeyPatch, mode: str, gated: bool
+) -> None:
+    """No new weight can arrive before the first gate is reached."""
+    made = use_lanes(monkeypatch)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    ids = batches(1)[0]
+
+    def release() -> None:
+        for lanes in made:
+            lanes.release("to_device")
+
+    def wait(self: Mark, *, on_host: bool) -> None:
+        if gated:
+            release()
+            original(self, on_host=on_host)
+
+    original = Mark.wait
+    with overlapped(model, mode=mode, config={"device_budget": 0}) as optimizer:
+        train(model, optimizer, batches(2))
+        loss = loss_of(model, ids)
+        optimizer.synchronize()
+        for lanes in made:
+            lanes.hold("to_device")
+        loss.backward()
+        optimizer.step()
+        monkeypatch.setattr(Mark, "wait", wait)
+        first = loss_of(model, ids).item()
+        release()
+        optimizer.synchronize()
+        complete = loss_of(model, ids).item()
+    assert (first == complete) is gated
+
+
+# What waits for what
+
+
+def test_step_returns_while_weights_are_on_their_way_and_each_module_waits_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = use_lanes(monkeypatch)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    waited: list[tuple[str, ...]] = []
+    with overlapped(model) as optimizer:
+        train(model, optimizer, batches(2))
+        [lanes] = made
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.synchronize()  # backward's weights have arrived; those of the next one will not
+        optimizer.step()
+        loss = loss_of(model, batches(1)[0])
+        lanes.hold("to_device")
+        loss.backward()
+        optimizer.step()
+        assert flight_of(optimizer) is not None
+        names = {chunk.index: chunk.name for chunk in optimizer._engine.chunks}
+        original = Flight.wait
+
+        def wait(self: Flight, chunks: Any, *, on_host: bool) -> None:
+            waited.append(tuple(sorted(names[index] for index in chunks)))
+            lanes.release("to_device")
+            original(self, chunks, on_host=on_host)
+
+        monkeypatch.setattr(Flight, "wait", wait)
+        model(batches(1)[0])
+        assert waited[0] == ("misc",)  # where the model is called
+        layers = [each for each in waited if each != ("misc",)]
+        assert layers == [("layers.0",), ("layers.1",), ("layers.2",)]
+
+
+def test_parts_of_the_model_can_be_called_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_lanes(monkeypatch, delay=slow_weights)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with overlapped(model) as optimizer, torch.no_grad():
+        with torch.enable_grad():
+            train(model, optimizer, batches(3))
+        for name in ("embedding", "layers.1", "head"):
+            module = model.get_submodule(name)
+            inputs = (
+                torch.zeros(1, 3, dtype=torch.long)
+                if name == "embedding"
+                else torch.zeros(1, 3, 40).bfloat16()
+            )
+            module(inputs)
+            for parameter_name, parameter in module.named_parameters():
+                assert_weight_is_rounded_master(optimizer, parameter, f"{name}.{parameter_name}")
+        assert flight_of(optimizer) is not None
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "load_state_dict": lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "model.state_dict": lambda model, optimizer: model.state_dict(),
+    "model.load_state_dict": lambda model, optimizer: model.load_state_dict(model.state_dict()),
+    "synchronize": lambda model, optimizer: optimizer.synchronize(),
+    "resync": lambda model, optimizer: optimizer.resync(),
+    "last_step": lambda model, optimizer: optimizer.last_step,
+    "add_param_group": lambda model, optimizer: _add_a_layer(model, optimizer),
+    "backward": lambda model, optimizer: model.head.weight.sum().backward(),
+}
+
+
+def _add_a_layer(model: Any, optimizer: Any) -> None:
+    model.more = nn.Linear(4, 4)
+    optimizer.add_param_group({"params": [(f"more.{n}", p) for n, p in model.more.named_parameters()]})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("call", CALLS)
+def test_whatever_reads_or_writes_state_completes_the_step_first(
+    monkeypatch: pytest.MonkeyPatch, call: str, mode: str
+) -> None:
+    use_lanes(monkeypatch, delay=slow_weights)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with overlapped(model, mode=mode) as optimizer:
+        train(model, optimizer, batches(3))
+        assert flight_of(optimizer) is not None  # zero_grad() has nothing to drop, and lets it fly
+        CALLS[call](model, optimizer)
+        assert flight_of(optimizer) is None
+        for name, parameter in model.named_parameters():
+            if call != "backward":
+                assert_weight_is_rounded_master(optimizer, parameter, name)
+
+
+def test_without_landing_a_reader_sees_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = use_lanes(monkeypatch)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with overlapped(model) as optimizer:
+        train(model, optimizer, batches(2))
+        loss = loss_of(model, batches(1)[0])
+        made[0].hold("to_device")
+        loss.backward()
+        optimizer.step()
+        monkeypatch.setattr(HybridStepper, "settle", lambda self: None)
+        monkeypatch.setattr(HybridStepper, "finish", lambda self: None)
+        monkeypatch.setattr(HybridStepper, "end_step", lambda self, keep: None)
+        optimizer.synchronize()
+        name, parameter = "head.weight", model.head.weight
+        with pytest.raises(AssertionError, match="rounded master"):
+            assert_weight_is_rounded_master(optimizer, parameter, name)
+        made[0].release("to_device")
+        monkeypatch.undo()
+
+
+def test_gradients_that_came_after_a_step_can_be_dropped() -> None:
+    model = make_decoder()
+    with overlapped(model, max_grad_norm=1e9) as optimizer:
+        train(model, optimizer, batches(2))
+        optimizer.synchronize()
+        before = snapshot(model, optimizer)
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.zero_grad()
+        assert_same_snapshot(snapshot(model, optimizer), before)
+        model.head.weight.grad = torch.ones_like(model.head.weight)
+        optimizer.step()
+        model.head.weight.grad = torch.ones_like(model.head.weight)
+        optimizer.step()  # no forward in between
+        assert optimizer.state[model.head.weight]["step"] == 4
+
+
+# What cannot be guarded
+
+
+class Careless(Decoder):
+    """Calls its layers' ``forward`` itself: hooks do not see that."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer.forward(x)
+        return self.head(self.norm(x))
+
+
+def test_a_forward_past_the_modules_raises_and_ends_the_overlap() -> None:
+    model = Careless()
+    offload.cast_compute_weights(model)
+    with overlapped(model) as optimizer:
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.step()
+        with pytest.raises(StateError, match=r"did not call the modules of layers\.0.*run it again"):
+            model(batches(1)[0])
+        for name, parameter in model.named_parameters():
+            assert_weight_is_rounded_master(optimizer, parameter, name)
+        train(model, optimizer, batches(3))
+        assert flight_of(optimizer) is None
+        assert optimizer.last_step.step == 4
+
+
+def test_refusals() -> None:
+    model, other = make_decoder(), make_decoder()
+    with pytest.raises(ConfigError, match="needs model="):
+        adamw(model, overlap_forward=True)
+    with pytest.raises(ConfigError, match=r"mode='chunked-stream'.*nothing to overlap"):
+        overlapped(model, mode="chunked-stream")
+    with pytest.raises(ConfigError, match=r"is not a parameter of model="):
+        overlapped(model, model=other)
+    model.layers[1].compile()
+    with pytest.raises(ConfigError, match=r"layers\.1 is compiled"):
+        overlapped(model)
+
+
+def test_hooks_go_with_the_optimizer() -> None:
+    model = make_decoder()
+    optimizer = overlapped(model)
+    train(model, optimizer, batches(2))
+    optimizer.close()
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert not module._state_dict_pre_hooks
+    loss_of(model, batches(1)[0]).backward()
+
+
+# Failures
+
+
+def test_an_error_of_the_worker_comes_up_at_the_next_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = use_lanes(monkeypatch)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with overlapped(model) as optimizer:
+        train(model, optimizer, batches(2))
+        loss = loss_of(model, batches(1)[0])
+        made[0].hold("to_host")
+        loss.backward()
+        optimizer.step()  # no kernel has run
+        backend = optimizer._engine._stepper._host.backend
+
+        def update(*arguments: Any) -> None:
+            raise RuntimeError("a kernel failed")
+
+        monkeypatch.setattr(backend, "update", update)
+        made[0].release("to_host")
+        with pytest.raises(WorkerError, match="a kernel failed"):
+            model(batches(1)[0])
+        for call in (optimizer.step, optimizer.state_dict, optimizer.synchronize):
+            with pytest.raises(WorkerError, match="a kernel failed"):
+                call()
