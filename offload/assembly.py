@@ -15,7 +15,7 @@ import torch
 from offload import rates
 from offload.config import OffloadConfig
 from offload.distributed import local_shard
-from offload.errors import ConfigError, ParameterError
+from offload.errors import ConfigError, KernelError, ParameterError
 from offload.kernels.backend import Backend, Variant
 from offload.kernels.device import is_available
 from offload.kernels.numba_backend import NumbaBackend
@@ -246,10 +246,15 @@ def _make_hybrid_stepper(
             issuer=issuer,
             alone=False,
         )
-    except BaseException:
+    except BaseException as error:
         host.close()
         if issuer is not None:
             issuer.close()
+        if isinstance(error, KernelError):
+            raise KernelError(
+                f"mode='hybrid' steps on the device with our own kernel, and there is none here ({error}); "
+                "use mode='wavefront'"
+            ) from error
         raise
     resident = DeviceStepper(
         device=device,
@@ -258,6 +263,7 @@ def _make_hybrid_stepper(
         flush_denormals=options.flush_denormals,
         fused_sums=options.fused_sums,
         clock=clock,
+        marks=options.overlap_forward,
     )
     return HybridStepper(
         host=host,

@@ -255,6 +255,21 @@ def test_gradients_that_came_after_a_step_can_be_dropped() -> None:
         assert optimizer.state[model.head.weight]["step"] == 4
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_close_ends_the_step_first(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    ends = []
+    for overlap in (False, True):
+        if overlap:
+            use_lanes(monkeypatch, delay=slow_weights)
+        model = make_decoder()
+        offload.cast_compute_weights(model)
+        with overlapped(model, mode=mode, overlap=overlap) as optimizer:
+            train(model, optimizer, batches(3))
+            assert (flight_of(optimizer) is not None) is overlap
+        ends.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    assert all(torch.equal(ends[1][name], weight) for name, weight in ends[0].items())
+
+
 # What cannot be guarded
 
 
