@@ -16,7 +16,7 @@ from offload import rates
 from offload.agreement import Ranks
 from offload.config import OffloadConfig
 from offload.distributed import local_shard
-from offload.errors import ConfigError, ParameterError
+from offload.errors import ConfigError, KernelError, ParameterError
 from offload.kernels.backend import Backend, Variant
 from offload.kernels.device import is_available
 from offload.kernels.numba_backend import NumbaBackend
@@ -260,10 +260,15 @@ def _make_hybrid_stepper(
             issuer=issuer,
             alone=False,
         )
-    except BaseException:
+    except BaseException as error:
         host.close()
         if issuer is not None:
             issuer.close()
+        if isinstance(error, KernelError):
+            raise KernelError(
+                f"mode='hybrid' steps on the device with our own kernel, and there is none here ({error}); "
+                "use mode='wavefront'"
+            ) from error
         raise
     resident = DeviceStepper(
         device=device,
@@ -273,6 +278,7 @@ def _make_hybrid_stepper(
         fused_sums=options.fused_sums,
         clock=clock,
         timeout_s=config.timeout_s,
+        marks=options.overlap_forward,
     )
     return HybridStepper(
         host=host,

@@ -233,8 +233,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def plan(self) -> Plan:
-        """The chosen mode, its memory, and why."""
-        return self._plan
+        """The chosen mode, its memory, and why; of a hybrid, with chunks where they are stepped by now."""
+        return self._plan if self._engine is None else self._plan.as_stepped(self._engine.placements)
 
     @property
     def host_bytes(self) -> int:

@@ -14,7 +14,9 @@ from offload.kernels.backend import Variant
 from offload.kernels.device import DeviceBackend, TileTensors
 from offload.kernels.rule import AdamWRule
 from offload.schedule.conveyor import Conveyor
+from offload.schedule.flight import Mark
 from offload.schedule.mode_costs import Placement
+from offload.transfer.cuda import CudaTransport
 from offload.transfer.pinned import pinned_bytes
 from tests.test_chunked_on_gpu import GradientSource, note_new_streams_and_events
 from tests.training import (
@@ -28,6 +30,7 @@ from tests.training import (
     make_decoder,
     snapshot,
     train,
+    two_groups,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -175,6 +178,49 @@ def test_chunks_that_change_sides_keep_their_bits(
     end, norms = end_of("hybrid", share=None, config=dict(TILES))
     assert_same_snapshot(end, expected[0])
     assert norms == expected[1]
+
+
+# Overlapped with the next forward
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("mode", ["wavefront", "hybrid"])
+def test_f14_an_overlapped_step_gives_the_losses_of_a_plain_one(
+    monkeypatch: pytest.MonkeyPatch, mode: str, gated: bool
+) -> None:
+    """Every copy of weights comes milliseconds late; without the gates the next forward is faster than that."""
+
+    def losses(*, overlap: bool) -> tuple[list[float], Snapshot]:
+        model = make_decoder(device="cuda", width=256, layers=4)
+        offload.cast_compute_weights(model, keep_fp32="norm")
+        options: dict[str, Any] = {"overlap_forward": True, "model": model} if overlap else {}
+        config = offload.OffloadConfig(tile_numel=16384, stream_share=0.5)
+        found = []
+        with offload.AdamW(two_groups(model), lr=1e-2, mode=mode, config=config, **options) as optimizer:
+            for ids in batches(6, device="cuda"):
+                loss = loss_of(model, ids)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+            optimizer.synchronize()
+            return [loss.item() for loss in found], on_cpu(snapshot(model, optimizer))
+
+    expected = losses(overlap=False)
+    enqueue = CudaTransport._enqueue
+
+    def late(self: CudaTransport, stream: torch.cuda.Stream, copies: Any, after: Any) -> Any:
+        if stream is self._to_device and copies:
+            torch.cuda._sleep(CYCLES // 8)  # on `stream`, which is current
+        return enqueue(self, stream, copies, after)
+
+    monkeypatch.setattr(CudaTransport, "_enqueue", late)
+    if not gated:
+        monkeypatch.setattr(Mark, "wait", lambda self, *, on_host: None)
+    actual = losses(overlap=True)
+    assert (actual[0] == expected[0]) is gated
+    if gated:
+        assert_same_snapshot(actual[1], expected[1])
 
 
 # Streams, threads, memory

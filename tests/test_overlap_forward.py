@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import offload
 from offload.errors import ConfigError, StateError, WorkerError
@@ -30,6 +35,13 @@ from tests.training import (
 
 MODES = ["wavefront", "hybrid"]
 Snapshot = dict[str, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leave_nothing_to_the_garbage_collector() -> Iterator[None]:
+    """Tracebacks of failures keep optimizers alive; other modules count mapped memory."""
+    yield
+    gc.collect()
 
 
 def overlapped(parameters: nn.Module, *, overlap: bool = True, **options: Any) -> offload.AdamW:
@@ -253,6 +265,71 @@ def test_gradients_that_came_after_a_step_can_be_dropped() -> None:
         model.head.weight.grad = torch.ones_like(model.head.weight)
         optimizer.step()  # no forward in between
         assert optimizer.state[model.head.weight]["step"] == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_ends_the_step_first(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    ends = []
+    for overlap in (False, True):
+        if overlap:
+            use_lanes(monkeypatch, delay=slow_weights)
+        model = make_decoder()
+        offload.cast_compute_weights(model)
+        with overlapped(model, mode=mode, overlap=overlap) as optimizer:
+            train(model, optimizer, batches(3))
+            assert (flight_of(optimizer) is not None) is overlap
+        ends.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    assert all(torch.equal(ends[1][name], weight) for name, weight in ends[0].items())
+
+
+# Sharded
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_under_fsdp_the_host_waits_before_weights_are_gathered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, one_rank: DeviceMesh, mode: str
+) -> None:
+    waits: list[bool] = []
+
+    def losses(*, overlap: bool, prefetch: bool = False) -> list[float]:
+        model = make_decoder().bfloat16()
+        for layer in model.layers:
+            layer.scale = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))  # FSDP takes no scalars
+            fully_shard(layer, mesh=one_rank)
+        fully_shard(model, mesh=one_rank)
+        if prefetch:
+            model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+        found = []
+        with overlapped(model, mode=mode, overlap=overlap) as optimizer:
+            for ids in batches(4):
+                loss = loss_of(model, ids)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+                assert (flight_of(optimizer) is not None) is overlap
+        return found
+
+    expected = losses(overlap=False)
+    use_lanes(monkeypatch, delay=slow_weights)
+    original = Mark.wait
+    monkeypatch.setattr(
+        Mark, "wait", lambda self, *, on_host: waits.append(on_host) or original(self, on_host=on_host)
+    )
+    assert losses(overlap=True) == expected
+    assert waits
+    assert all(waits)
+    waits.clear()
+    assert losses(overlap=True, prefetch=True) == expected
+    assert not waits
+    assert caplog.text.count("prefetches weights in forward explicitly") == 1
 
 
 # What cannot be guarded

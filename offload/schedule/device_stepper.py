@@ -70,6 +70,7 @@ class DeviceStepper:
         worker: told of errors inside backward; without a GPU its thread computes.
         flush_denormals: as for the host kernels.
         timeout_s: longest wait for the device, in seconds.
+        marks: whether `mark` will be called: needs pinned memory for the squared sums.
     """
 
     def __init__(
@@ -82,11 +83,12 @@ class DeviceStepper:
         fused_sums: bool,
         clock: StageClock,
         timeout_s: float,
+        marks: bool = False,
     ) -> None:
         self._timeout_s = timeout_s
         self._device, self._updater, self._worker, self._clock = device, updater, worker, clock
         self._on_gpu = device.type == "cuda"
-        self._fused_sums = fused_sums
+        self._fused_sums, self._marks = fused_sums, marks
         self._gradients = DeviceGradients(flush_denormals=flush_denormals)
         self._params: dict[int, _Resident] = {}
         self._chunks: dict[int, Chunk] = {}
@@ -114,6 +116,10 @@ class DeviceStepper:
                 self._zeros(chunk.numel // ALIGN, torch.uint8),
             )
             self._sums[chunk.index] = sums
+            if self._marks and self._on_gpu:
+                self._mirrors[chunk.index] = tuple(
+                    torch.empty_like(each, device="cpu", pin_memory=True) for each in sums
+                )
             for span in chunk.spans:
                 self._params[span.param] = self._make(records[span.param], chunk.index, span, state, sums)
         mine = [self._params[span.param] for chunk in chunks for span in chunk.spans]
@@ -210,8 +216,6 @@ class DeviceStepper:
             self._worker.submit(call)
             return call.future
         for index, sums in self._sums.items():
-            if index not in self._mirrors:
-                self._mirrors[index] = tuple(torch.empty_like(s, device="cpu", pin_memory=True) for s in sums)
             for mirror, source in zip(self._mirrors[index], sums, strict=True):
                 mirror.copy_(source, non_blocking=True)
         self._mirrored = torch.cuda.Event()
@@ -256,6 +260,7 @@ class DeviceStepper:
         self._gradients.clear()
         self._params.clear()
         self._sums.clear()
+        self._mirrors.clear()
 
     def _make(
         self,

@@ -46,8 +46,10 @@ from offload.report import StageClock, StepReport
 from offload.schedule import messages
 from offload.schedule.backward import BackwardWatch
 from offload.schedule.flight import Departing, Flight
+from offload.schedule.hybrid_stepper import HybridStepper
 from offload.schedule.hyperparameters import HyperRows, make_rows
 from offload.schedule.ledger import Intake, Ledger
+from offload.schedule.mode_costs import Placement
 from offload.schedule.policy import Policy
 from offload.schedule.stepper import Rows, Stepper
 from offload.schedule.verdict import Verdict, judge, total_norm
@@ -600,6 +602,11 @@ class Engine:
         self._changing = None
 
     @property
+    def placements(self) -> Mapping[int, Placement]:
+        """Where chunks are stepped now, by index, where that may change."""
+        return self._stepper.placements if isinstance(self._stepper, HybridStepper) else {}
+
+    @property
     def host_bytes(self) -> int:
         """Host memory that the optimizer maps."""
         return self._stepper.host_bytes
@@ -620,6 +627,7 @@ class Engine:
             self._stepper.close()
         finally:
             self._worker.close()
+            self.flight = None
 
     def _take_changed_weights(self) -> None:
         """Weights that somebody else wrote: their masters must follow. Not those that early updates wrote."""

@@ -60,6 +60,7 @@ class ForwardGates:
         self._flight, self._land, self._switch_off = flight, land, switch_off
         self._hooks: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
+        self._warned = False
 
     def attach(self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]) -> None:
         """Place the hooks, anew where there were some.
@@ -110,15 +111,20 @@ class ForwardGates:
             if flight is None:
                 return
             if module is self._model and _prefetches(module):
-                logger.warning(
-                    "overlap_forward: FSDP prefetches weights in forward explicitly, ahead of their modules; the "
-                    "update is awaited before each forward"
-                )
+                self._warn_of_prefetches()
                 self._land()
                 return
             flight.wait(chunks, on_host=on_host)
 
         return gate
+
+    def _warn_of_prefetches(self) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "overlap_forward: FSDP prefetches weights in forward explicitly, ahead of their modules; the update is "
+                "awaited before each forward"
+            )
 
     def _check(self, module: nn.Module, arguments: Any, output: Any) -> None:
         flight = self._flight()

@@ -120,9 +120,9 @@ class HybridStepper:
         self._balancer = Balancer(len(self._movable))
 
     @property
-    def placements(self) -> dict[str, Placement]:
-        """Where chunks are stepped now, by name."""
-        return {self._names[index]: placement for index, placement in self._placement.items()}
+    def placements(self) -> Mapping[int, Placement]:
+        """Where chunks are stepped now, by index."""
+        return self._placement
 
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """See `Stepper.state`."""
@@ -213,13 +213,13 @@ class HybridStepper:
 
     def depart(self) -> Mapping[int, Mark]:
         """See `Departing.depart`. Chunks that were complete in backward have been marked there."""
-        self._time_ends()
         rest: dict[Placement, Mark] = {}
         for index, placement in self._placement.items():
             if index not in self._marks:
                 if placement not in rest:
                     rest[placement] = self._mark(placement)
                 self._marks[index] = rest[placement]
+        self._time_ends()
         return dict(self._marks)
 
     def settle(self) -> None:

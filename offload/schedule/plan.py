@@ -7,6 +7,7 @@ that fits.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -85,6 +86,18 @@ class Plan:
     def placements(self) -> tuple[Placement, ...]:
         """Of the chunks, in order."""
         return tuple(chunk.placement for chunk in self.chunks)
+
+    def as_stepped(self, placements: Mapping[int, Placement]) -> Plan:
+        """The plan with chunks where they are stepped now; memory is what it was."""
+        chunks = tuple(
+            chunk._replace(placement=placements.get(index, chunk.placement))
+            for index, chunk in enumerate(self.chunks)
+        )
+        moved = sum(now != then for now, then in zip(chunks, self.chunks, strict=True))
+        if not moved:
+            return self
+        words = f"after the first steps: {moved} streamed chunks are stepped on the host instead"
+        return replace(self, chunks=chunks, reasons=(*self.reasons, words))
 
     def __str__(self) -> str:
         amounts = (
