@@ -457,7 +457,7 @@ def test_a_thread_that_hangs_meets_the_deadline(monkeypatch: pytest.MonkeyPatch)
     over = threading.Event()
     with hybrid(model, share=1.0, config={"tile_numel": 1024}) as optimizer:
         train(model, optimizer, batches(2))
-        optimizer._engine._stepper._stream._issuer._timeout_s = 0.2
+        optimizer._engine._stepper._stream._issuer.timeout_s = 0.2
         monkeypatch.setattr(Conveyor, "run", lambda self, trips: over.wait(30))
         try:
             loss_of(model, batches(1)[0]).backward()

@@ -217,7 +217,12 @@ def test_f14_an_overlapped_step_gives_the_losses_of_a_plain_one(
     monkeypatch.setattr(CudaTransport, "_enqueue", late)
     if not gated:
         monkeypatch.setattr(Mark, "wait", lambda self, *, on_host: None)
-    actual = losses(overlap=True)
+    try:
+        actual = losses(overlap=True)
+    except RuntimeError as error:  # autograd found that a weight was written after the forward had used it
+        if gated or "modified by an inplace operation" not in str(error):
+            raise
+        return
     assert (actual[0] == expected[0]) is gated
     if gated:
         assert_same_snapshot(actual[1], expected[1])

@@ -64,6 +64,10 @@ class HybridStepper:
         self._rebalances = rebalances
         self._balancer: Balancer | None = None
         self._movable: dict[int, list[ParamRecord]] = {}
+        self._num_streamed = 0
+        # In its first step a chunk is only observed: its gradients wait for step(). On the host they need no device memory.
+        self._observed: set[int] = set()
+        self._rest_stepped = False
         self._ends: tuple[float, float] | None = None
         self._parts: dict[Placement, HostStepper | StreamStepper | DeviceStepper] = {Placement.HOST: host}
         if stream is not None:
@@ -111,18 +115,22 @@ class HybridStepper:
             for chunk in chunks
             if self._placement[chunk.index] is Placement.STREAM and chunk.kind.weight != "fp32"
         ]
-        if not movable or not self._rebalances or self._stream is None:
+        if not movable or self._stream is None:
             return
         state = {chunk.index: self._stream.chunk_state(chunk.index) for chunk in movable}
         self._host.adopt_chunks(movable, records, state)
         for chunk in movable:
             self._movable[chunk.index] = [records[span.param] for span in chunk.spans]
-        self._balancer = Balancer(len(self._movable))
+            self._observed.add(chunk.index)
+            self._placement[chunk.index] = Placement.HOST
+        self._num_streamed = len(self._movable)
+        if self._rebalances:
+            self._balancer = Balancer(self._num_streamed)
 
     @property
     def placements(self) -> Mapping[int, Placement]:
-        """Where chunks are stepped now, by index."""
-        return self._placement
+        """Where chunks are stepped now, by index; those whose first step is still to come: where they will be."""
+        return {**self._placement, **dict.fromkeys(self._observed, Placement.STREAM)}
 
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """See `Stepper.state`."""
@@ -196,6 +204,7 @@ class HybridStepper:
 
     def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`. The host comes last: its queue is bounded, and would hold the others up."""
+        self._rest_stepped = True
         for placement in (Placement.STREAM, Placement.DEVICE, Placement.HOST):
             if placement in self._steppers:
                 self._steppers[placement].step_rest(rows)
@@ -254,7 +263,11 @@ class HybridStepper:
         for stepper in self._steppers.values():
             stepper.end_step(keep_held)
         if self._balancer is not None and self._ends is not None:
-            self._rebalance(self._balancer.note(*self._ends))
+            self._num_streamed = self._balancer.note(*self._ends)
+        if self._rest_stepped:
+            self._observed.clear()
+            self._rebalance(self._num_streamed)
+        self._rest_stepped = False
         self._is_underway, self._ends, self._settling = False, None, None
         self._marks.clear()
         self._left.clear()
