@@ -137,7 +137,11 @@ def with_ratio(row: dict[str, Any], link: float | None) -> dict[str, Any]:
 def measure_row(args: argparse.Namespace, model: str, optimizer_name: str, mode: str) -> dict[str, Any]:
     """First step, then ``--steps`` more, with new gradients in the same memory before each."""
     device = torch.device(args.device)
+    before = allocated(device)
     named = list(parameters(*MODELS[model], device))
+    weights_and_gradients = (
+        allocated(device) - before
+    )  # as the allocator counts them: it rounds large ones up
     params = [parameter for _, parameter in named]
     row: dict[str, Any] = {
         "model": model,
@@ -149,7 +153,6 @@ def measure_row(args: argparse.Namespace, model: str, optimizer_name: str, mode:
         optimizer = OPTIMIZERS[optimizer_name](mode, named)
     except offload.ConfigError as error:
         return {**row, "status": "not available", "reason": str(error)}
-    weights_and_gradients = 2 * sum(p.nbytes for p in params)
     extra, seconds, reserved = [], [], []
     for step in range(args.steps + 1):
         for parameter in params:
@@ -212,6 +215,10 @@ def parameters(
             yield f"layers.{layer}.{name}.weight", make(width)
     yield "norm.weight", make(width)
     yield "head.weight", make(vocabulary, width)
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def fill(parameter: torch.nn.Parameter, step: int) -> None:

@@ -15,6 +15,7 @@ next call starts new ones: they are forked from a server that has imported torch
 from __future__ import annotations
 
 import datetime as dt
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -170,6 +171,7 @@ def _describe(failures: dict[int, str], waiting: Sequence[int], deadline_s: floa
 def _serve(connection: Connection, path: list[str]) -> None:
     """In a rank's process: run tasks until the other end is closed."""
     sys.path[:] = path
+    faulthandler.enable()  # a crash in native code then shows where it was called from
     import torch
 
     torch.set_num_threads(1)
@@ -205,6 +207,9 @@ def _run(task: _Task) -> Any:
         device_id=device,
     )
     try:
+        if device is not None:
+            # torch 2.11 crashed in split_group (of init_device_mesh) where the group had not been used before.
+            dist.all_reduce(torch.zeros(1, device=device))
         return function(*task.arguments, **task.options)  # type: ignore[operator]
     finally:
         dist.destroy_process_group()

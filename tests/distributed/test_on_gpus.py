@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import offload
 from tests.distributed.ranks import Ranks
+from tests.distributed.test_checkpoints import restore, states
 from tests.distributed.test_replicated import ddp
 from tests.distributed.test_verdicts import counted_collectives
 from tests.distributed.training import (
@@ -63,6 +65,31 @@ def test_bits_in_every_mode(ranks: Ranks, options: dict[str, Any]) -> None:
 def test_bits_on_a_mesh_of_replicas(ranks: Ranks, mesh: tuple[int, int]) -> None:
     """(2, 1): gradients come on FSDP's all-reduce stream."""
     ranks.run(all_modes, 2, mesh, ("replicate", "shard"), backend="nccl", deadline_s=240.0)
+
+
+def resumed(first: int, last: int, folder: Path, source: bool) -> dict[str, torch.Tensor]:
+    model = sharded_decoder(device="cuda")
+    options: dict[str, Any] = {"betas": (0.1, 0.2), "eps": 0.1} if source else {}
+    with optimizer_over(model, "wavefront", backend="numba", **options) as optimizer:
+        if source:
+            restore(model, optimizer, folder)
+        for step in range(first, last):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        if not source and last < 6:
+            offload.save_sharded(states(model, optimizer), folder)
+        return local_bits(model, optimizer)
+
+
+def test_f26_resumed_in_new_processes_on_gpus(ranks: Ranks, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"backend": "nccl", "deadline_s": 120.0}
+    expected = ranks.run(resumed, 2, 0, 6, tmp_path / "none", False, **options)
+    ranks.run(resumed, 2, 0, 3, tmp_path / "saved", False, **options)
+    ranks.close()
+    actual = ranks.run(resumed, 2, 3, 6, tmp_path / "saved", True, **options)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_equal(ours, theirs)
 
 
 def skip_with_nccl() -> list[float]:
