@@ -52,6 +52,7 @@ from offload.schedule.ledger import Intake, Ledger
 from offload.schedule.mode_costs import Placement
 from offload.schedule.policy import Policy
 from offload.schedule.stepper import Rows, Stepper
+from offload.schedule.turns import Turns
 from offload.schedule.verdict import Verdict, judge, total_norm
 from offload.schedule.worker import Worker
 
@@ -93,9 +94,9 @@ class Engine:
         self._ranks = ranks
         self._tile_numel, self._chunk_by = tile_numel, chunk_by
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
-        self._receiving = (
-            threading.RLock()
-        )  # several threads may run backward at a time; its holder's waits have deadlines
+        # Several threads may run backward at a time; waits of whoever holds this have deadlines.
+        self._receiving = threading.RLock()
+        self._turns = Turns(self._receiving)
         self._watch = BackwardWatch(_locked(self._receiving, self._ledger.end_backward))
         #: Called before a step's first gradient is taken: the front looks for changed param groups.
         self.before_first: Callable[[], None] = _nothing
@@ -152,6 +153,7 @@ class Engine:
 
         def before(gradient: torch.Tensor) -> None:
             with self._receiving:
+                self._turns.take(record.index)
                 fires = self._ledger.fires(record.index)
                 if fires and record.source.dropped:
                     raise MidStepError(messages.dropped(record.name))
@@ -160,7 +162,10 @@ class Engine:
         def after(parameter: torch.Tensor) -> None:
             start = time.perf_counter()
             with self._receiving:
-                self._receive(record)
+                try:
+                    self._receive(record)
+                finally:
+                    self._turns.give(record.index)
                 self._hook_seconds += time.perf_counter() - start
 
         parameter = record.param
