@@ -225,7 +225,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--data", type=Path, help="a text file or a folder of them")
     parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--trace", type=Path, help="write a Chrome trace there (few steps: it shows each copy)")
+    parser.add_argument(
+        "--trace", type=Path, help="write a Chrome trace there (few steps: it shows each copy)"
+    )
     parser.add_argument("--device", default=str(_environment.default_device()))
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--layers", type=int)

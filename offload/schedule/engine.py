@@ -375,7 +375,7 @@ class Engine:
     def _conclude(self, verdict: Verdict | None, start: float) -> None:
         """Close the books of a step; what was submitted may still be running where steps depart."""
         skipped = verdict is not None and verdict.skip
-        flight = Flight(verdict, list(self._spans()), [] if skipped else self._fired())
+        flight = Flight(verdict, list(self._spans()), [] if skipped else self._fired(), span=self._clock.span)
         if self._departing is not None and self._departs and not skipped:
             flight.marks = self._departing.depart()
         elif verdict is None:
