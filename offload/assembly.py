@@ -6,6 +6,7 @@ The only place that knows all the parts; nothing is allocated before the plan ha
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,7 @@ from offload.schedule.stream_tiles import num_arrays
 from offload.schedule.updater import DeviceUpdater, HostUpdater, Updater, make_device_updater
 from offload.schedule.worker import Worker
 from offload.threads import Budget, bind_current_thread, configure_cpu_optimizer_threads
+from offload.trace import VARIABLE, Trace
 from offload.transfer.cuda import CudaTransport
 from offload.transfer.host import HostTransport
 from offload.transfer.inline import InlineTransport
@@ -133,6 +135,8 @@ def assemble(
             departing=stepper if isinstance(stepper, HybridStepper) and options.overlap_forward else None,
         )
         engine.add(records, masters)
+        if path := os.environ.get(VARIABLE):
+            engine.begin_trace(Trace(path, device=device, numbered=True, asked_by=VARIABLE))
     except BaseException:
         if engine is not None:
             engine.close()
@@ -207,7 +211,7 @@ def _make_host_stepper(
     config, kinds = options.config, {record.kind for record in records}
     speculates = made.shadow_bytes > 0
     return HostStepper(
-        transport=make_transport(device, config),
+        transport=clock.watch(make_transport(device, config)),
         backend=_make_backend(rule, kinds, budget, options, speculates=speculates),
         worker=worker,
         config=config,
@@ -245,7 +249,7 @@ def _make_hybrid_stepper(
             updater.start()
         else:
             updater = HostUpdater(host.backend, starts=False)
-        transport = make_transport(device, config)
+        transport = clock.watch(make_transport(device, config))
         stream = StreamStepper(
             transport=transport,
             slots=FixedSlots(transport, made.num_slots or NUM_SLOTS),
@@ -310,9 +314,9 @@ def _make_stream_stepper(
         updater = HostUpdater(_make_backend(rule, (), budget, options))
     overlaps = mode == "chunked-stream"
     transport = (
-        make_transport(device, options.config)
+        clock.watch(make_transport(device, options.config))
         if overlaps
-        else InlineTransport(device, options.config.timeout_s)
+        else clock.watch(InlineTransport(device, options.config.timeout_s))
     )
     number = NUM_SLOTS if overlaps else 1
     return StreamStepper(

@@ -6,6 +6,7 @@ State is built after ``super().__init__()``, which calls ``add_param_group`` bef
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from offload.schedule.engine import Engine
 from offload.schedule.forward_gates import ForwardGates
 from offload.schedule.plan import Plan
 from offload.state_entry import StateEntry
+from offload.trace import VARIABLE, Trace
 
 __all__ = ["OffloadOptimizer", "Params"]
 
@@ -260,6 +262,33 @@ class OffloadOptimizer(torch.optim.Optimizer):
             The names of the parameters whose masters were taken anew.
         """
         return self._open_engine().resync()
+
+    @contextmanager
+    def profile(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Write what happens inside the block to `path`, as a Chrome trace for ui.perfetto.dev.
+
+        A step that goes on after ``step()`` is completed at the beginning and at the end of the block. The file is
+        written when the block is left, also by an exception, and is whole or absent. Among several ranks each writes its
+        own: ``trace-rank1.json``. See docs/performance.md.
+
+        Raises:
+            ConfigError: there is nothing that could be written to at `path`; before the block is entered.
+            StateError: another trace of this optimizer is being taken.
+        """
+        engine = self._open_engine()
+        if engine.trace is not None:
+            raise StateError(
+                f"this optimizer is being traced already, to {engine.trace.path}: end that profile() first, or unset "
+                f"{VARIABLE} in the environment"
+            )
+        engine.land()
+        engine.begin_trace(Trace(path, device=local_shard(next(iter(self._records))).device))
+        try:
+            yield
+            if not self.closed:
+                engine.synchronize()
+        finally:
+            engine.end_trace()
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 

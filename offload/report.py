@@ -5,8 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+
+from offload.trace import Trace
+from offload.transfer.cuda import CudaTransport
+from offload.transfer.inline import InlineTransport
+from offload.transfer.transport import Transfer, Transport
 
 __all__ = ["StageClock", "StepReport"]
 
@@ -83,22 +88,63 @@ class StepReport:
         )
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 class StageClock:
-    """Seconds and counts by stage, from any thread; `take` is called when the step's threads are idle."""
+    """Seconds and counts by stage, from any thread; `take` is called when the step's threads are idle.
+
+    While there is a `trace` it gets each stage, and what is of interest there alone: `span`, `follow`.
+    """
 
     def __init__(self) -> None:
+        self._trace: Trace | None = None
+        self._timed: list[CudaTransport | InlineTransport] = []
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time that the block takes to stage `name`."""
+    def stage(self, name: str, shown: str | None = None) -> Iterator[None]:
+        """Add the time that the block takes to stage `name`; `shown`: its name in a trace, if another one."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - start)
+            end = time.perf_counter()
+            self.add(name, end - start)
+            trace = self._trace
+            if trace is not None:
+                trace.add(shown or name, start, end)
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace that is being taken."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._trace = trace
+        for transport in self._timed:
+            transport.is_timing = trace is not None
+
+    def watch(self, transport: Transport) -> Transport:
+        """Have `transport` time its copies while there is a trace, if it can; returned as it is."""
+        if isinstance(transport, CudaTransport | InlineTransport):
+            transport.is_timing = self._trace is not None
+            self._timed.append(transport)
+        return transport
+
+    def span(self, name: str, *, on_device: bool = False) -> AbstractContextManager[None]:
+        """What the block does, for a trace alone; `on_device`: what it enqueues on the current stream of a GPU."""
+        trace = self._trace
+        return _NOTHING if trace is None else trace.span(name, on_device=on_device)
+
+    def follow(self, name: str, transfer: Transfer, start: float) -> None:
+        """A copy was issued just now, from `start` on: a trace shows it until its end is seen."""
+        trace = self._trace
+        if trace is not None:
+            trace.follow(name, transfer, start)
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds to a stage."""
@@ -112,6 +158,8 @@ class StageClock:
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds and counts so far; both start again from nothing."""
+        if self._trace is not None:
+            self._trace.settle()
         with self._lock:
             taken = self._seconds, self._counts
             self._seconds, self._counts = {}, {}

@@ -94,7 +94,8 @@ def run_training(args: argparse.Namespace, world: World) -> None:
     setup_s = time.perf_counter() - started
     say(f"optimizer ready after {setup_s:.1f} s (state built, kernels compiled)", flush=True)
     try:
-        run = train(args, model, optimizer, text, device, world)
+        with nullcontext() if args.trace is None else optimizer.profile(args.trace):
+            run = train(args, model, optimizer, text, device, world)
     finally:
         optimizer.close()
     result = {"setup_s": setup_s, **summarize(args, run, num_parameters(model), device, world)}
@@ -224,6 +225,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--data", type=Path, help="a text file or a folder of them")
     parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument(
+        "--trace", type=Path, help="write a Chrome trace there (few steps: it shows each copy)"
+    )
     parser.add_argument("--device", default=str(_environment.default_device()))
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--layers", type=int)
@@ -243,6 +247,8 @@ def parse_arguments() -> argparse.Namespace:
     for name, value in vars(preset).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.trace is not None and args.mode == "resident":
+        parser.error("--trace: torch's own optimizer, which --mode resident trains with, takes none")
     if args.steps < 1:
         parser.error("--steps must be at least 1")
     return args

@@ -17,6 +17,7 @@ a copy, never a bit: a tile leaves only when it was worked on.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -330,8 +331,11 @@ class Conveyor:
         view = slot.view(tile)
         coming = None
         if moves_state and view.copies_in:
-            coming = self._transport.issue_to_device(view.copies_in, [slot.free])
+            start_s = time.perf_counter()
+            with self._clock.span("issue H2D"):
+                coming = self._transport.issue_to_device(view.copies_in, [slot.free])
             self._clock.count("bytes_to_device", coming.num_bytes)
+            self._clock.follow("state H2D", coming, start_s)
         return _Inside(slot, view, coming)
 
     def _evict(self) -> None:
@@ -357,13 +361,17 @@ class Conveyor:
                 slot.free.wait()
             for ready in trip.after:
                 ready.wait()
-            trip.work(view)
+            with self._clock.span("device step", on_device=True):
+                trip.work(view)
             done = self._transport.record_ready()
         copies = (*(view.copies_out if trip.moves_state else ()), *(view.sums_out if trip.moves_sums else ()))
-        leaving = self._transport.issue_to_host(copies, [done]) if copies else None
-        slot.free = done
-        if leaving is not None:
+        slot.free, leaving = done, None
+        if copies:
+            start_s = time.perf_counter()
+            with self._clock.span("issue D2H"):
+                leaving = self._transport.issue_to_host(copies, [done])
             self._clock.count("bytes_to_host", leaving.num_bytes)
+            self._clock.follow("state D2H", leaving, start_s)
             slot.free = leaving.signal or done
         self._travelling.append(_Travelling(coming, done, leaving, trip))
         self._slots.give(slot)
@@ -371,13 +379,14 @@ class Conveyor:
 
     def _wait_for_oldest(self) -> None:
         coming, done, leaving, _ = self._travelling[0]
-        if (
-            leaving is None and done is not None
-        ):  # nothing leaves, and what the work reads must outlive it all the same
-            done.synchronize()
-        for transfer in (coming, leaving):
-            if transfer is not None:
-                self._transport.wait(transfer)
+        with self._clock.span("wait_trip"):
+            if (
+                leaving is None and done is not None
+            ):  # nothing leaves, and what the work reads must outlive it all the same
+                done.synchronize()
+            for transfer in (coming, leaving):
+                if transfer is not None:
+                    self._transport.wait(transfer)
         self._travelling.popleft()
 
     def _on_stream(self) -> AbstractContextManager[object]:

@@ -299,10 +299,15 @@ class DeviceStepper:
 
     def _run(self, function: Callable[[], None]) -> None:
         """On the current stream; without a GPU, on the thread that computes, after what it has to do."""
+
+        def run() -> None:
+            with self._clock.span("device step", on_device=True):
+                function()
+
         if self._on_gpu:
-            function()
+            run()
         else:
-            self._worker.submit(Call(function))
+            self._worker.submit(Call(run))
 
     def _rest(self) -> None:
         """The device orders what touches state by its stream; the host does not."""

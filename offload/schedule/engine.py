@@ -55,6 +55,7 @@ from offload.schedule.stepper import Rows, Stepper
 from offload.schedule.turns import Turns
 from offload.schedule.verdict import Verdict, judge, total_norm
 from offload.schedule.worker import Worker
+from offload.trace import Trace
 
 __all__ = ["Engine"]
 
@@ -166,7 +167,11 @@ class Engine:
                     self._receive(record)
                 finally:
                     self._turns.give(record.index)
-                self._hook_seconds += time.perf_counter() - start
+                end = time.perf_counter()
+                self._hook_seconds += end - start
+            trace = self._clock.trace
+            if trace is not None:
+                trace.add("hook", start, end, {"parameter": record.name})
 
         parameter = record.param
         return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
@@ -259,7 +264,7 @@ class Engine:
             WorkerError: the worker failed.
             PeerError: another rank failed.
         """
-        with self._ranks.step():
+        with self._ranks.step(), self._clock.span("step"):
             self._step()
 
     def _step(self) -> None:
@@ -283,7 +288,10 @@ class Engine:
         self._note_short_step()
         self._take_changed_weights()
         self._changing = "step()"
-        verdict = self._judge_first() if self.policy.needs_norm_first else None
+        verdict = None
+        if self.policy.needs_norm_first:
+            with self._clock.span("verdict"):
+                verdict = self._judge_first()
         if verdict is not None:
             self._carry_out(verdict)
         if verdict is None or not verdict.skip:
@@ -295,7 +303,8 @@ class Engine:
         try:
             self._stepper.step_rest(self._hyper.rows if self._hyper else self._rows(verdict))
             if not self._departs:
-                self._stepper.finish()
+                with self._clock.span("wait_stepper"):
+                    self._stepper.finish()
         except StateError:  # a stepper's word that nothing was changed
             self._changing = None
             raise
@@ -349,8 +358,9 @@ class Engine:
         applied = self._applied
         if not self.policy.speculative or not applied:
             return
-        self._stepper.finish()
-        self._stepper.roll_back(restore=restore)
+        with self._clock.span("roll back"):
+            self._stepper.finish()
+            self._stepper.roll_back(restore=restore)
         for record in self._fired():
             record.note_weight()
         self._hyper = None
@@ -370,7 +380,7 @@ class Engine:
     def _conclude(self, verdict: Verdict | None, start: float) -> None:
         """Close the books of a step; what was submitted may still be running where steps depart."""
         skipped = verdict is not None and verdict.skip
-        flight = Flight(verdict, list(self._spans()), [] if skipped else self._fired())
+        flight = Flight(verdict, list(self._spans()), [] if skipped else self._fired(), span=self._clock.span)
         if self._departing is not None and self._departs and not skipped:
             flight.marks = self._departing.depart()
         elif verdict is None:
@@ -396,7 +406,8 @@ class Engine:
             return
         start = time.perf_counter()
         if self._departing is not None:
-            self._departing.settle()
+            with self._clock.span("wait_landing"):
+                self._departing.settle()
         verdict = flight.verdict or self._verdict_of(flight)
         self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
         for record in flight.written:
@@ -473,7 +484,8 @@ class Engine:
     def _verdict_of(self, flight: Flight) -> Verdict:
         """Of a step that needed none before its updates: only its norm is to be known."""
         touched = self._ledger.touched or bool(flight.written)
-        agreed = self._agree(flight.spans, nonfinite=False, touched=touched)
+        with self._clock.span("verdict"):
+            agreed = self._agree(flight.spans, nonfinite=False, touched=touched)
         return Verdict(total_norm([agreed.square_sum]))
 
     def _agree(self, spans: Iterable[tuple[Chunk, Span]], *, nonfinite: bool, touched: bool) -> Agreement:
@@ -633,6 +645,28 @@ class Engine:
         finally:
             self._worker.close()
             self.flight = None
+            self.end_trace()
+
+    # Traces -----------------------------------------------------------------------------------------------------
+
+    def begin_trace(self, trace: Trace) -> None:
+        """Take `trace` from here until `end_trace` or `close`."""
+        self._clock.trace = trace
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace that is being taken."""
+        return self._clock.trace
+
+    def end_trace(self) -> None:
+        """Write the trace that is being taken, if one is.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        trace, self._clock.trace = self._clock.trace, None
+        if trace is not None:
+            trace.write()
 
     def _take_changed_weights(self) -> None:
         """Weights that somebody else wrote: their masters must follow. Not those that early updates wrote."""

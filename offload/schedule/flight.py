@@ -7,9 +7,10 @@ forward of its modules waits for; whoever reads anything else lets the flight la
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,6 +67,7 @@ class Flight:
         spans: of the parameters that got a gradient, in the optimizer's order: what the norm is made of.
         written: parameters whose weights are new when it has landed: only then do their versions stand still.
         marks: by chunk index; empty where ``step()`` waits for everything.
+        span: `StageClock.span`, for waits.
     """
 
     verdict: Verdict | None
@@ -74,13 +76,15 @@ class Flight:
     exposed_s: float = 0.0
     marks: Mapping[int, Mark] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)
+    span: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def wait(self, chunks: Collection[int], *, on_host: bool) -> None:
         """Wait for the weights of `chunks` and for no others."""
         for index in chunks:
             mark = self.marks.get(index)
             if mark is not None:
-                mark.wait(on_host=on_host)
+                with self.span("wait_weights"):
+                    mark.wait(on_host=on_host)
                 self.passed.add(index)
 
     @property

@@ -8,6 +8,7 @@ gradients are kept, and it writes the chunk's shadow. New weights leave through 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -102,7 +103,8 @@ class _SlotJob:
 
     def _copy_in(self) -> None:
         assert self._into is not None
-        with self._pipe.clock.stage("issue"):
+        start_s = time.perf_counter()
+        with self._pipe.clock.stage("issue", "issue D2H"):
             target = self._into.tensor
             copies = [
                 Copy(target[start : start + piece.numel], part_of(arrival.flat, piece))
@@ -112,6 +114,7 @@ class _SlotJob:
                 copies, [arrival.ready for arrival, *_ in self._sources]
             )
         self._pipe.clock.count("bytes_to_host", self._transfer.num_bytes)
+        self._pipe.clock.follow("D2H", self._transfer, start_s)
         self._sources = ()
 
     def _wait(self) -> Array:

@@ -5,6 +5,7 @@ Two threads work here, see `worker`: slots of weights and all issuing belong to 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,9 +117,11 @@ class Pipeline:
 
     def send(self, slot: Slot, copies: Sequence[Copy], after: Sequence[Ready]) -> None:
         """Start copying weights from `slot`; the slot comes back when they have arrived."""
-        with self.clock.stage("issue"):
+        start_s = time.perf_counter()
+        with self.clock.stage("issue", "issue H2D"):
             transfer = self.transport.issue_to_device(copies, after)
         self.clock.count("bytes_to_device", transfer.num_bytes)
+        self.clock.follow("H2D", transfer, start_s)
         self._returning.append((transfer, slot))
 
     def finish_returns(self) -> None:

@@ -27,7 +27,7 @@ import torch
 
 from offload.errors import ClosedError, ConfigError
 from offload.transfer.deadline import run_within
-from offload.transfer.transport import Copy, Ready, Signal, Transfer, check_copies
+from offload.transfer.transport import Copy, Ready, Signal, Transfer, check_copies, record_time
 
 __all__ = ["CudaTransport"]
 
@@ -55,6 +55,8 @@ class CudaTransport:
         self._end_events = _EventPool(blocking=True)
         self._attached_threads: frozenset[int] = frozenset()
         self._closed = False
+        #: Whether transfers get `Transfer.times`, which cost two more events each.
+        self.is_timing = False
 
     def attach_thread(self) -> None:
         """Make the calling thread one that issues and waits, tile after tile, and does nothing else on the device.
@@ -96,10 +98,14 @@ class CudaTransport:
         end = self._end_events.take()
         for ready in after:
             _own(ready).hold_back(stream)
+        begun = record_time(stream) if self.is_timing else None
         for dst, src in copies:
             dst.copy_(src, non_blocking=True)
+        times = None if begun is None else (begun, record_time(stream))
         end.record(stream)
-        return Transfer(copies, end, sum(src.nbytes for _, src in copies))
+        transfer = Transfer(copies, end, sum(src.nbytes for _, src in copies))
+        transfer.times = times
+        return transfer
 
     def is_done(self, transfer: Transfer) -> bool:
         """Whether the copies have ended. Never blocks."""

@@ -8,7 +8,7 @@ import torch
 
 from offload.transfer.deadline import synchronize_device
 from offload.transfer.host import HostTransport, LaneName
-from offload.transfer.transport import Copy, Ready, Transfer, check_copies
+from offload.transfer.transport import Copy, Ready, Transfer, check_copies, record_time
 
 __all__ = ["InlineTransport"]
 
@@ -26,17 +26,23 @@ class InlineTransport(HostTransport):
         self._timeout_s = timeout_s
         self._num_issued = 0
         self._num_ended = 0
+        #: See `CudaTransport.is_timing`.
+        self.is_timing = False
 
     def _issue(self, lane: LaneName, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
         if self.device.type != "cuda":
             return super()._issue(lane, copies, after)
         self._check_open()
         num_bytes = check_copies(copies)
+        stream = torch.cuda.current_stream(self.device)
+        begun = record_time(stream) if self.is_timing else None
         with torch.no_grad():
             for dst, src in copies:
                 dst.copy_(src, non_blocking=True)
         self._num_issued += 1
-        return Transfer(copies, _InLine(self, self._num_issued), num_bytes)
+        transfer = Transfer(copies, _InLine(self, self._num_issued), num_bytes)
+        transfer.times = None if begun is None else (begun, record_time(stream))
+        return transfer
 
     def has_ended(self, index: int) -> bool:
         """Whether the ``index``-th transfer is known to have ended."""

@@ -18,14 +18,14 @@ Rules for callers, the same for every transport:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from offload.errors import ConfigError
 
-__all__ = ["Copy", "Ready", "Signal", "Transfer", "TransferState", "Transport", "check_copies"]
+__all__ = ["Copy", "Ready", "Signal", "Transfer", "TransferState", "Transport", "check_copies", "record_time"]
 
 
 class Copy(NamedTuple):
@@ -83,13 +83,17 @@ class Transfer:
     copy runs (see Note [Who keeps a crossing tensor alive] in ``cuda.py``).
     """
 
-    __slots__ = ("_copies", "_signal", "num_bytes")
+    __slots__ = ("_copies", "_signal", "num_bytes", "on_end", "times")
 
     def __init__(self, copies: Sequence[Copy], signal: Signal, num_bytes: int) -> None:
         """Take ownership of ``copies``, whose end ``signal`` tells."""
         self._copies: tuple[Copy, ...] = tuple(copies)
         self._signal: Signal | None = signal
         self.num_bytes = num_bytes
+        #: Called once, with the transfer, when the host has seen its end: for whoever watches copies.
+        self.on_end: Callable[[Transfer], None] | None = None
+        #: CUDA events with times before and after the copies, where the transport was asked for them.
+        self.times: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     @property
     def state(self) -> TransferState:
@@ -105,6 +109,9 @@ class Transfer:
         """ISSUED → DONE: let go of tensors and signal. For transports, in ``wait``. May be repeated."""
         self._signal = None
         self._copies = ()
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end(self)
 
     def __repr__(self) -> str:
         """State and size, for messages."""
@@ -154,6 +161,13 @@ class Transport(Protocol):
     def close(self) -> None:
         """Let everything issued end, then release streams and threads. Closing twice is fine."""
         ...
+
+
+def record_time(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """The present end of `stream`, as an event that tells its time: for `Transfer.times`."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 def check_copies(copies: Sequence[Copy]) -> int:
