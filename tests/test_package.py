@@ -53,7 +53,7 @@ def test_documented_names_exist() -> None:
     names, _, rest = text.partition("## On an optimizer")
     members, _, errors = rest.partition("## Errors")
     assert set(_first_column(names) + _first_column(errors)) == set(offload.__all__)
-    missing = [name for name in _first_column(members) if not hasattr(offload.AdamW, name.removesuffix("()"))]
+    missing = [name for name in _first_column(members) if not hasattr(offload.AdamW, name.partition("(")[0])]
     assert not missing
 
 
