@@ -451,7 +451,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not moved:
             return
         for parameter, record in self._records.items():
-            if record.index in moved:
+            if record.index in moved and record.active:  # another's state is published when it is back
                 self.state[parameter].exchange(self._state_of(record))
 
     def _state_of(self, record: ParamRecord) -> dict[str, torch.Tensor]:

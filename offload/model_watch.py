@@ -29,8 +29,10 @@ class ModelWatch:
         self._model = weakref.ref(model)
         self._members = _parameters(model)
 
-        def check(*_: object) -> None:
-            if torch._C._current_graph_task_id() == NO_TASK:
+        mine = self._model
+
+        def check(module: torch.nn.Module, *_: object) -> None:  # a deep copy of the model has this hook too
+            if module is mine() and torch._C._current_graph_task_id() == NO_TASK:
                 before_forward()
 
         self._hook = model.register_forward_pre_hook(check)

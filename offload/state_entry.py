@@ -8,7 +8,7 @@ that was to stay off it, and save that copy in the next checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -59,6 +59,18 @@ class StateEntry(dict[str, Any]):
     def exchange(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Name other tensors of the engine from now on: a speculative step was committed."""
         super().update(tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """A plain dict of clones: what is copied or pickled is nobody's memory, and no view of a whole slab."""
+        return {name: value.detach().clone() for name, value in self.items()}
+
+    def __copy__(self) -> dict[str, Any]:
+        """A plain dict that names the same tensors."""
+        return dict(self)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Pickled as `__deepcopy__` copies."""
+        return dict, (self.__deepcopy__({}),)
 
     def __delitem__(self, name: str) -> None:
         self._refuse(f"del state[{self._parameter}][{name!r}]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.training import (
     adamw,
     assert_matches_reference,
     assert_same_snapshot,
+    assert_weight_is_rounded_master,
     batches,
     hyper_by_name,
     loss_of,
@@ -276,3 +278,111 @@ def test_named_policies_do_not_change(clip: str, speculates: bool) -> None:
         policy.begin_step()
         assert policy.speculative == speculates
         policy.note(roll_back=roll_back)
+
+
+class Pieces(nn.Module):
+    """`second` lies in two tiles of 4096, of which the other one is never complete where `third` is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, numel in (("first", 100), ("second", 5000), ("third", 2000)):
+            setattr(self, name, nn.Parameter(torch.randn(numel).bfloat16()))
+
+    def loss(self, factor: float, *, whole: bool = True) -> torch.Tensor:
+        used = list(self.parameters())[: None if whole else 2]
+        return sum((factor * weight.float().square().sum() for weight in used), torch.zeros(()))
+
+
+def test_a_gradient_that_waits_for_its_tile_is_taken_once_when_a_step_is_rolled_back() -> None:
+    """An assigned gradient rolls back before gradients of incomplete tiles are held."""
+
+    def end(clip: str) -> tuple[Any, float, bool]:
+        model = Pieces()
+        with adamw(model.named_parameters(), clip=clip, max_grad_norm=1e9) as optimizer:
+            for factor in (0.01, 0.02, 0.03):
+                model.loss(factor).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.loss(0.07, whole=False).backward()
+            model.first.grad = torch.ones_like(model.first)
+            optimizer.step()
+            report = optimizer.last_step
+            return snapshot(model, optimizer), report.grad_norm, report.rolled_back
+
+    expected, norm, _ = end("defer")
+    actual, also, rolled_back = end("speculate")
+    assert rolled_back
+    assert also == norm
+    assert_same_snapshot(actual, expected)
+
+
+def test_gradients_are_clipped_where_no_tile_was_stepped_early() -> None:
+    """Parameters that come later have no shadow: theirs wait, and nothing else is regular."""
+
+    def end(clip: str) -> tuple[Any, offload.StepReport]:
+        model = Pieces()
+        with adamw(model.named_parameters(), clip=clip, max_grad_norm=0.5) as optimizer:
+            model.loss(0.01).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.late = nn.Parameter(torch.ones(3000).bfloat16())
+            optimizer.add_param_group({"params": [("late", model.late)]})
+            for _ in range(2):  # the second time it is regular, and the others are not
+                model.late.float().square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return snapshot(model, optimizer), optimizer.last_step
+
+    expected, _ = end("defer")
+    actual, report = end("speculate")
+    assert report.speculated
+    assert report.clipped
+    assert report.early_tiles == 0
+    assert_same_snapshot(actual, expected)
+
+
+def test_a_commit_leaves_out_parameters_whose_group_was_removed() -> None:
+    """They share a chunk with others, whose state is exchanged."""
+    model = Pieces()
+    groups = [{"params": [(name, parameter)]} for name, parameter in model.named_parameters()]
+    with adamw(groups, clip="speculate", max_grad_norm=1e9, config={"tile_numel": 1024}) as optimizer:
+        for whole in (True, True, False, False, True):
+            group = optimizer.param_groups.pop() if not whole else None
+            model.loss(0.01, whole=whole).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert (model.third in optimizer.state) == whole
+            if group is not None:
+                optimizer.param_groups.append(group)
+        assert optimizer.state[model.third]["step"] == 3
+        assert_weight_is_rounded_master(optimizer, model.third, "third")
+
+
+def test_closing_drops_a_speculative_step() -> None:
+    """Nothing of it was final."""
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model, clip="speculate", max_grad_norm=1e9) as optimizer:
+        train(model, optimizer, batches(2))
+        before = copy.deepcopy(model.state_dict())
+        loss_of(model, batches(1)[0]).backward()
+        assert optimizer._engine._applied
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_state_entries_are_copied_and_pickled_as_plain_clones() -> None:
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model) as optimizer:
+        train(model, optimizer, batches(2))
+        entry = optimizer.state[model.head.weight]
+        for made in (copy.deepcopy(entry), pickle.loads(pickle.dumps(entry))):
+            assert type(made) is dict
+            assert made.keys() == entry.keys()
+            for name, tensor in made.items():
+                assert torch.equal(tensor, entry[name])
+                assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+                assert tensor.data_ptr() != entry[name].data_ptr()
+        assert copy.copy(entry)["exp_avg"] is entry["exp_avg"]

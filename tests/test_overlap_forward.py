@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,6 +199,10 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "state_dict": lambda model, optimizer: optimizer.state_dict(),
     "load_state_dict": lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
     "model.state_dict": lambda model, optimizer: model.state_dict(),
+    "layer.state_dict": lambda model, optimizer: model.layers[2].state_dict(),
+    "layer.load_state_dict": lambda model, optimizer: model.layers[2].load_state_dict(
+        model.layers[2].state_dict()
+    ),
     "model.load_state_dict": lambda model, optimizer: model.load_state_dict(model.state_dict()),
     "synchronize": lambda model, optimizer: optimizer.synchronize(),
     "resync": lambda model, optimizer: optimizer.resync(),
@@ -383,6 +388,61 @@ def test_hooks_go_with_the_optimizer() -> None:
         assert not module._forward_hooks
         assert not module._state_dict_pre_hooks
     loss_of(model, batches(1)[0]).backward()
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e9], ids=["clipped", "committed"])
+@pytest.mark.parametrize("shadowed", [0.5, 1.0])
+def test_a_speculative_step_overlaps_the_forward(
+    monkeypatch: pytest.MonkeyPatch, limit: float, shadowed: float
+) -> None:
+    """What waits for the verdict, or is updated again after it, is awaited as it was written last."""
+    model = make_decoder()
+    offload.cast_compute_weights(model, keep_fp32="norm")
+    options: dict[str, Any] = {"clip": "speculate", "max_grad_norm": limit}
+    with overlapped(model, overlap=False, **options) as optimizer:
+        made = optimizer.plan
+    if shadowed < 1.0:
+        options["config"] = {"host_budget": int(made.host_bytes - (1.0 - shadowed) * made.shadow_bytes)}
+    expected = run(5, overlap=False, **options)
+    use_lanes(monkeypatch, delay=slow_weights)
+    actual = run(5, **options)
+    assert actual[:2] == expected[:2]
+    assert_same_snapshot(actual[2], expected[2])
+
+
+def test_loading_behind_a_committed_step_does_not_roll_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_lanes(monkeypatch, delay=slow_weights)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with overlapped(model, clip="speculate", max_grad_norm=1e9) as optimizer:
+        train(model, optimizer, batches(2))
+        saved = optimizer.state_dict()
+        train(model, optimizer, batches(1))
+        assert flight_of(optimizer) is not None
+        optimizer.load_state_dict(saved)
+        assert optimizer.last_step.speculated
+        assert not optimizer.last_step.rolled_back
+
+
+def test_a_deep_copy_of_the_model_is_free_of_the_optimizer() -> None:
+    """As an average of weights is made."""
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with overlapped(model) as optimizer:
+        train(model, optimizer, batches(2))
+        optimizer.synchronize()
+        average = copy.deepcopy(model)
+        loss_of(model, batches(1)[0]).backward()
+        assert torch.isfinite(
+            loss_of(average, batches(1)[0])
+        )  # in mid-step, when the model itself would raise
+        optimizer.step()
+        flight = flight_of(optimizer)
+        assert flight is not None
+        loss_of(average, batches(1)[0])
+        assert not flight.passed
+        loss_of(model, batches(1)[0])
+        assert not flight.missed
 
 
 # Failures

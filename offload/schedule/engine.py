@@ -35,6 +35,7 @@ from offload.errors import (
     MidStepError,
     NoGradientError,
     NonFiniteGradientError,
+    OffloadError,
     StateError,
     UndeclaredBackwardError,
     WorkerError,
@@ -355,6 +356,7 @@ class Engine:
 
     def _roll_back(self, *, restore: bool) -> None:
         """Undo speculative updates; `restore`: of compute weights too, which nothing will write otherwise."""
+        self._hyper = None  # without the coefficient, also where no update came to be applied
         applied = self._applied
         if not self.policy.speculative or not applied:
             return
@@ -363,7 +365,6 @@ class Engine:
             self._stepper.roll_back(restore=restore)
         for record in self._fired():
             record.note_weight()
-        self._hyper = None
         self._rolled_back = True
         logger.debug("step %d: %s rolled back", self.num_steps + 1, messages.some(applied))
 
@@ -589,6 +590,7 @@ class Engine:
 
     def begin_loading(self) -> None:
         """State is about to be overwritten, whatever became of it; `take_masters` ends that."""
+        self.land()  # what is under way was committed
         self._roll_back(restore=True)  # masters may be taken from the weights
         self.reset()
         self._changing = "load_state_dict()"
@@ -631,8 +633,11 @@ class Engine:
     def close(self) -> None:
         """Remove hooks, end the worker, release memory. Safe to call twice.
 
-        A step that is under way ends first: the worker runs what was submitted before it ends.
+        A step that is under way ends first: the worker runs what was submitted before it ends. Weights of a speculative
+        step that had no verdict are those from before it.
         """
+        if self.flight is None and self.policy.speculative and self._changing is None and self._applied:
+            self._abandon()
         self._closed = True
         for hook in self._hooks:
             hook.remove()
@@ -667,6 +672,15 @@ class Engine:
         trace, self._clock.trace = self._clock.trace, None
         if trace is not None:
             trace.write()
+
+    def _abandon(self) -> None:
+        """Closing must go on, whatever has failed before."""
+        try:
+            self._roll_back(restore=True)
+        except OffloadError as error:
+            logger.warning(
+                "closed in mid-step; %s could not be rolled back: %s", messages.some(self._applied), error
+            )
 
     def _take_changed_weights(self) -> None:
         """Weights that somebody else wrote: their masters must follow. Not those that early updates wrote."""

@@ -80,12 +80,14 @@ class ForwardGates:
         on_host = any(isinstance(record.param, DTensor) for record in records.values())
         for path, indices in gates.items():
             module = self._model.get_submodule(path)
-            hook = self._gate(tuple(indices), on_host=on_host)
+            hook = self._gate(module, tuple(indices), on_host=on_host)
             # In front of what gathers sharded weights.
             self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
-        self._hooks.append(self._model.register_forward_hook(self._check))
-        self._hooks.append(self._model.register_state_dict_pre_hook(self._before_state_dict))
-        self._hooks.append(self._model.register_load_state_dict_pre_hook(self._before_loading))
+        # Functions, not methods: a deep copy of the model shares them, where it would copy what a method belongs to.
+        self._hooks.append(self._model.register_forward_hook(lambda module, *_: self._check(module)))
+        for module in self._model.modules():
+            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self._land()))
+            self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self._land()))
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -103,12 +105,14 @@ class ForwardGates:
             layers.setdefault(names.pop() if len(names) == 1 else None, []).append(chunk)
         return layers
 
-    def _gate(self, chunks: tuple[int, ...], *, on_host: bool) -> Callable[[nn.Module, Any], None]:
+    def _gate(
+        self, owner: nn.Module, chunks: tuple[int, ...], *, on_host: bool
+    ) -> Callable[[nn.Module, Any], None]:
         """Sharded weights are gathered on streams of their own, which a wait of the current one does not order."""
 
         def gate(module: nn.Module, arguments: Any) -> None:
             flight = self._flight()
-            if flight is None:
+            if flight is None or module is not owner:  # a copy has weights of its own
                 return
             if module is self._model and _prefetches(module):
                 self._warn_of_prefetches()
@@ -126,9 +130,9 @@ class ForwardGates:
                 "awaited before each forward"
             )
 
-    def _check(self, module: nn.Module, arguments: Any, output: Any) -> None:
+    def _check(self, module: nn.Module) -> None:
         flight = self._flight()
-        if flight is None or not flight.missed:
+        if module is not self._model or flight is None or not flight.missed:
             return
         missed = [self._names[index] for index in flight.missed]
         self._switch_off()
@@ -139,12 +143,6 @@ class ForwardGates:
             "old: drop its result and run it again. The overlap is off from now on; if those modules are meant to be "
             "left out at times, build the optimizer with overlap_forward=False"
         )
-
-    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._land()
-
-    def _before_loading(self, *arguments: Any) -> None:
-        self._land()
 
 
 def _owners(model: nn.Module) -> dict[torch.Tensor, list[str]]:

@@ -285,6 +285,7 @@ class HostStepper:
 
     def roll_back(self, *, restore: bool) -> None:
         """See `Stepper.roll_back`, and Note [Speculation]."""
+        self._hold_arrived()  # first: afterwards tiles that have these gradients already do not show any more
         plans = [plan for plan in self._plans if plan.key in self._early]
         params = {piece.param for plan in plans for piece in plan.pieces}
         self._early.clear()

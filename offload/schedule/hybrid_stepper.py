@@ -84,7 +84,7 @@ class HybridStepper:
         self._placement: dict[int, Placement] = {}
         self._chunk_of: dict[int, int] = {}
         self._names: dict[int, str] = {}
-        self._is_underway = False
+        self._is_underway = self._speculative = False
 
     @property
     def rule(self) -> Rule:
@@ -173,7 +173,7 @@ class HybridStepper:
         self._note_fire(record)
         self._stepper(record).step_early(record, gradient, rows)
         if self._departs:
-            self._mark_if_complete(self._chunk_of[record.index])
+            self._note_arrived(self._chunk_of[record.index])
 
     @property
     def stepped_early(self) -> list[str]:
@@ -185,12 +185,17 @@ class HybridStepper:
 
     def begin_step(self, *, speculative: bool) -> None:
         """See `Stepper.begin_step`; streamed and device state is not updated before the verdict of a speculative step."""
+        self._speculative = speculative
         for stepper in self._steppers.values():
             stepper.begin_step(speculative=speculative)
 
     def commit(self) -> list[int]:
         """See `Stepper.commit`."""
-        return [param for stepper in self._steppers.values() for param in stepper.commit()]
+        moved = [param for stepper in self._steppers.values() for param in stepper.commit()]
+        for chunk in dict.fromkeys(self._chunk_of[param] for param in moved):
+            if self._departs and not self._left.get(chunk, 1):  # all of it: `step_rest` has nothing to add
+                self._marks[chunk] = self._mark(self._placement[chunk])
+        return moved
 
     def roll_back(self, *, restore: bool) -> None:
         """See `Stepper.roll_back`."""
@@ -221,7 +226,7 @@ class HybridStepper:
         self._note_ends()
 
     def depart(self) -> Mapping[int, Mark]:
-        """See `Departing.depart`. Chunks that were complete in backward have been marked there."""
+        """See `Departing.depart`. Chunks that were complete in backward, or committed, have been marked there."""
         rest: dict[Placement, Mark] = {}
         for index, placement in self._placement.items():
             if index not in self._marks:
@@ -241,9 +246,10 @@ class HybridStepper:
     def _mark(self, placement: Placement) -> Mark:
         return Mark(self._parts[placement].mark(), self._worker, self._timeout_s)
 
-    def _mark_if_complete(self, chunk: int) -> None:
+    def _note_arrived(self, chunk: int) -> None:
+        """Mark a chunk that is complete; what a speculative step wrote may be written again, so not before the verdict."""
         left = self._left[chunk] = self._left.get(chunk, self._members[chunk]) - 1
-        if not left:
+        if not left and not self._speculative:
             self._marks[chunk] = self._mark(self._placement[chunk])
 
     def _time_ends(self) -> None:
