@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from offload.assembly import EARLY_MODES, Options, assemble
 from offload.checkpoint import IncomingState, export_state, read_state, rounds_to
@@ -103,10 +104,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._gates: ForwardGates | None = None
         given = self._given_masters(records)
         if masters and not given:
-            raise ConfigError(
-                "masters= holds values of none of these parameters: were they replaced after cast_compute_weights "
-                "(fully_shard)? Pass model.named_parameters(), so that they are found by name"
-            )
+            self._refuse_lost_masters(records)
         engine, self._plan = assemble(rule, records, given, options)
         # Copied, so the caller may drop them; those of frozen parameters wait for the day when these are trained.
         self._masters = masters.without([record.param for record in records]) if masters is not None else None
@@ -396,6 +394,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._next_key += 1
                 made.add(parameter)
         return records
+
+    def _refuse_lost_masters(self, records: Iterable[ParamRecord]) -> None:
+        """Masters of none of the parameters: of others that come later, or of those that sharding has replaced."""
+        if any(isinstance(record.param, DTensor) for record in records):
+            raise ConfigError(
+                "masters= holds values of none of these parameters: were they replaced after cast_compute_weights "
+                "(fully_shard)? Pass model.named_parameters(), so that they are found by name"
+            )
+        logger.info("masters= holds values of none of these parameters; their masters are taken from the weights")
 
     def _given_masters(self, records: Iterable[ParamRecord]) -> dict[int, torch.Tensor]:
         if self._masters is None:
