@@ -402,7 +402,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "masters= holds values of none of these parameters: were they replaced after cast_compute_weights "
                 "(fully_shard)? Pass model.named_parameters(), so that they are found by name"
             )
-        logger.info("masters= holds values of none of these parameters; their masters are taken from the weights")
+        logger.info(
+            "masters= holds values of none of these parameters; their masters are taken from the weights"
+        )
 
     def _given_masters(self, records: Iterable[ParamRecord]) -> dict[int, torch.Tensor]:
         if self._masters is None:

@@ -108,9 +108,10 @@ class World:
         self.model.requires_grad_(True)  # an optimizer keeps no state of what is frozen when it is built
         choose = self._random.choice
         steps = choose([1, 1, 2, 3])
+        mode = choose(MODES)
         self._options = {
-            "mode": choose(MODES),
-            "backend": choose(["numba", "numba", "numba", "torch"]),
+            "mode": mode,
+            "backend": "numba" if mode == "hybrid" else choose(["numba", "numba", "numba", "torch"]),
             "clip": choose(config.CLIP_POLICIES),
             "max_grad_norm": choose([None, None, 0.3, 3.0]),
             "nonfinite": choose(["propagate", "skip"]),

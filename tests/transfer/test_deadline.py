@@ -65,6 +65,7 @@ def test_a_device_that_hangs_meets_the_deadline(hanging_device: threading.Event)
     stepper = DeviceStepper(
         device=device,
         updater=Updater(),  # type: ignore[arg-type]
+        worker=None,  # type: ignore[arg-type]
         flush_denormals=True,
         fused_sums=True,
         clock=StageClock(),
