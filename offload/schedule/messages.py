@@ -78,8 +78,8 @@ def no_way_back(applied: Sequence[str]) -> str:
     """Gradients cannot be dropped any more."""
     return (
         f"zero_grad() after a backward whose gradients were partly applied: {some(applied)} already hold the new step. "
-        "Call step() first; to be able to drop a step, use max_grad_norm= or nonfinite='skip', with which nothing is "
-        "applied before step()"
+        "Call step() first; to be able to drop a step, use max_grad_norm= or nonfinite='skip', with which a "
+        "step can be rolled back"
     )
 
 
