@@ -745,7 +745,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
     before = optimizer.state_dict()
     other = wrapped(torch.optim.AdamW([nn.Parameter(torch.ones(2))])).state_dict()
     for wrong in (other, {"state": {}}, {"param_groups": [{}, {}], "state": {}}):
-        with pytest.raises(offload.CheckpointError, match="does not fit"):
+        with pytest.raises(offload.CheckpointError, match=r"does not fit|no optimizer state dict"):
             optimizer.load_state_dict(wrong)
     assert_same(optimizer.state_dict(), before)
     train(model, optimizer, batches(1))

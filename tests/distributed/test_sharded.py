@@ -347,8 +347,9 @@ def masters_of_a_model_that_is_sharded_later(mode: str) -> None:
             assert torch.equal(whole(optimizer.state[parameter]["master"]), values[name])
         model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
+    others = fully_shard(nn.Linear(4, 4, dtype=torch.bfloat16)).parameters()
     with pytest.raises(offload.ConfigError, match=r"masters.*named_parameters"):
-        offload.AdamW(nn.Linear(2, 2, dtype=torch.bfloat16).parameters(), masters=masters, mode="wavefront")
+        offload.AdamW(others, masters=masters, mode="wavefront")
     with pytest.raises(offload.ParameterError, match=r"weight is sharded already.*before fully_shard"):
         offload.cast_compute_weights(fully_shard(nn.Linear(4, 4)))
 
