@@ -69,7 +69,7 @@ class HookSource:
 
     def __init__(self, param: torch.Tensor, name: str) -> None:
         self._param, self._name = param, name
-        self._gone: torch.Tensor | None = None
+        self._gone: torch.Tensor | None = None  # a GoneGradient, or a shard made of one
         self._placed = False
 
     @property
@@ -87,10 +87,13 @@ class HookSource:
         self.clear()
 
     def take(self) -> torch.Tensor | None:
-        """See `Source.take`."""
+        """See `Source.take`. What autograd added to the sentinel is a gradient too."""
         gradient = self._param.grad
-        if gradient is None or not self.filled:
+        if gradient is None:
             return None
+        if isinstance(gradient, GoneGradient) and gradient is self._gone:
+            incoming, gradient.incoming = gradient.incoming, None
+            return incoming
         if self._gone is None:
             self._gone = self._sentinel(gradient)
         self._param.grad = self._gone

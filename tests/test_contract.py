@@ -136,6 +136,19 @@ def test_micro_batches_of_one_step_in_two_threads(mode: str) -> None:
         assert_matches_reference(model, optimizer, reference)
 
 
+def test_a_gradient_that_is_added_to_the_sentinel_is_kept() -> None:
+    """Whatever keeps the hook before it from running: nothing is lost."""
+    weight = nn.Parameter(torch.ones(3000, dtype=torch.bfloat16))
+    with adamw([("w", weight)], accumulation_steps=2, weight_decay=0.0) as optimizer:
+        weight.sum().backward()
+        source = optimizer._engine.records[0].source
+        source.before = lambda gradient, *, more: None  # hides the method
+        (2 * weight).sum().backward()
+        del source.before
+        optimizer.step()
+        assert torch.allclose(optimizer.state[weight]["exp_avg"], torch.full((3000,), 0.3))
+
+
 def test_a_hook_that_adds_to_a_gradient_that_has_left_is_told() -> None:
     """Only autograd itself may add to the sentinel, and only in backward."""
     weight = nn.Parameter(torch.ones(3000, dtype=torch.bfloat16))
