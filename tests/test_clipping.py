@@ -223,23 +223,24 @@ def test_the_rest_of_a_committed_chunk_is_carried_over() -> None:
     assert partly
 
 
-def test_gradients_assigned_after_a_speculative_backward_are_added() -> None:
-    """As in a deferred step: what has left is held, and one more is added to it."""
-
-    def end(clip: str) -> Any:
-        model = make_decoder()
-        masters = offload.cast_compute_weights(model)
-        with adamw(model, masters=masters, clip=clip, max_grad_norm=1e9) as optimizer:
-            train(model, optimizer, batches(2))
-            loss_of(model, batches(1)[0]).backward()
-            model.head.weight.grad = torch.ones_like(model.head.weight)
+@pytest.mark.parametrize("pinned_budget", [None, 0])
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+def test_gradients_assigned_after_a_backward_are_added(clip: str, pinned_budget: int | None) -> None:
+    """What has left is held, straight or through the ring, or was stepped speculatively; one more is added to it."""
+    model = make_decoder()
+    masters, recorder, reference = with_reference(model)
+    config = {"pinned_budget": pinned_budget}
+    with adamw(model, masters=masters, clip=clip, max_grad_norm=1e9, config=config) as optimizer:
+        train(model, optimizer, batches(2), recorder=recorder, reference=reference)
+        for ids in batches(2):
+            loss_of(model, ids).backward()
+            more = torch.ones_like(model.head.weight)
+            model.head.weight.grad = more
+            gradients = recorder.take()
+            gradients["head.weight"].append(more.clone())
             optimizer.step()
-            return snapshot(model, optimizer), optimizer.last_step.grad_norm
-
-    expected, norm = end("defer")
-    actual, also = end("speculate")
-    assert_same_snapshot(actual, expected)
-    assert also == norm
+            reference.step(gradients, hyper_by_name(optimizer, model))
+        assert_matches_reference(model, optimizer, reference)
 
 
 def test_auto_speculates_while_clips_are_rare() -> None:
