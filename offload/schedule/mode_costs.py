@@ -174,7 +174,7 @@ def needs_of(mode: str, workload: Workload, machine: Machine) -> Needs:
 def _host_needs(workload: Workload, machine: Machine) -> Needs:
     pinned = workload.ring_bytes if machine.has_gpu else 0
     words = [_host_reason(workload)]
-    pins = machine.has_gpu and workload.holds_gradients
+    pins = workload.holds_gradients  # without a GPU nothing is pinned, and copies end there all the same
     if (
         pins
         and machine.pinned_budget is not None
