@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
@@ -53,9 +54,17 @@ logger = logging.getLogger(__name__)
 
 NUM_RINGS = 2
 
-HYBRID_THREADS = 0.75
-"""Of the thread budget that a hybrid's host kernels use: copies take a part of the memory's bandwidth, so that more
-threads only compete with backward's (11-12 of 16 cores were the fastest)."""
+HYBRID_THREADS = 0.85
+"""Of the thread budget that a hybrid's host kernels use: copies take a part of the memory's bandwidth, and threads that
+issue them compete with the kernels' (11 to 13 of 16 cores were the fastest)."""
+
+TRIPS_AHEAD = 2
+"""Trips of streamed state that may be under way, for each device buffer. The driver's queues hold about a thousand calls,
+and whoever finds one full waits there for the device, with all other threads that use it behind him."""
+
+HYBRID_CHUNK_NUMEL = 32 * 2**20
+"""Elements of a hybrid's chunks. Layers of 100 M, a whole one in turn for the host and for the link, left each of them
+idle while the other worked: a quarter of the step (8 K tokens on an H200)."""
 
 EARLY_MODES = ("wavefront", "hybrid")
 """Chunks are stepped inside backward."""
@@ -89,6 +98,11 @@ class Options:
         return self.needs_norm_first and self.clip != "defer"
 
     @property
+    def backlog_tiles(self) -> int:
+        """Tiles that may wait for the worker."""
+        return self.config.num_backlog_tiles(overlaps_forward=self.overlap_forward)
+
+    @property
     def fused_sums(self) -> bool:
         """Whether updates take the squared sums on their way."""
         return not self.needs_norm_first
@@ -120,7 +134,7 @@ def assemble(
         clip=options.clip if made.shadow_bytes else "defer",
     )
     config, clock = options.config, StageClock()
-    worker = Worker("offload-worker", depth=config.backlog_tiles, timeout_s=config.timeout_s)
+    worker = Worker("offload-worker", depth=options.backlog_tiles, timeout_s=config.timeout_s)
     engine: Engine | None = None
     try:
         stepper = _make_stepper(made, device, rule, records, options, worker, clock)
@@ -132,6 +146,7 @@ def assemble(
             ranks=Ranks(config.timeout_s, config.is_rank_local),
             tile_numel=config.tile_numel,
             chunk_by=config.chunk_by,
+            chunk_numel=made.chunk_numel,
             departing=stepper if isinstance(stepper, HybridStepper) and options.overlap_forward else None,
         )
         engine.add(records, masters)
@@ -220,6 +235,7 @@ def _make_host_stepper(
         clock=clock,
         shadow_bytes=made.shadow_bytes,
         pin_gradients=made.pins_gradients,
+        newest_first=options.overlap_forward,
     )
 
 
@@ -236,13 +252,13 @@ def _make_hybrid_stepper(
     """The three placements. They must agree in every bit, so torch's kernels are no stand-in for ours here."""
     config, on_gpu = options.config, device.type == "cuda"
     host = _make_host_stepper(made, device, rule, records, options, worker, clock, budget)
-    tile_numel = stream_tile_numel(config.tile_numel, 1 + len(rule.state_names))
-    backlog = max(config.backlog_tiles * config.tile_numel // tile_numel, 1)
+    num_slots = made.num_slots or NUM_SLOTS
     issuer: Worker | None = None
     try:
         if on_gpu:
             variants = _device_variants(records, options)
-            issuer = Worker("offload-stream", depth=backlog, timeout_s=config.timeout_s)
+            jobs = max(options.backlog_tiles * config.tile_numel // HYBRID_CHUNK_NUMEL, 2)
+            issuer = Worker("offload-stream", depth=jobs, timeout_s=config.timeout_s)
             updater: Updater = DeviceUpdater(
                 device, rule, flush_denormals=options.flush_denormals, variants=variants
             )
@@ -252,12 +268,12 @@ def _make_hybrid_stepper(
         transport = clock.watch(make_transport(device, config))
         stream = StreamStepper(
             transport=transport,
-            slots=FixedSlots(transport, made.num_slots or NUM_SLOTS),
+            slots=FixedSlots(transport, num_slots),
             updater=updater,
             worker=worker,
             stream=torch.cuda.Stream(device) if on_gpu else None,
             tile_numel=config.tile_numel,
-            backlog_tiles=backlog,
+            trips_ahead=TRIPS_AHEAD * num_slots,
             flush_denormals=options.flush_denormals,
             fused_sums=options.fused_sums,
             clock=clock,
@@ -289,6 +305,7 @@ def _make_hybrid_stepper(
         stream=stream,
         device=resident,
         placements=made.placements,
+        num_streamed=made.num_streamed,
         worker=worker,
         timeout_s=config.timeout_s,
         rebalances=config.stream_share is None,
@@ -325,8 +342,8 @@ def _make_stream_stepper(
         updater=updater,
         worker=worker,
         stream=torch.cuda.Stream(device) if overlaps and on_gpu else None,
-        tile_numel=options.config.tile_numel,
-        backlog_tiles=options.config.backlog_tiles,
+        tile_numel=stream_tile_numel(options.config.tile_numel, 1 + len(rule.state_names)),
+        trips_ahead=TRIPS_AHEAD * number,
         flush_denormals=options.flush_denormals,
         fused_sums=options.fused_sums,
         clock=clock,
@@ -423,7 +440,9 @@ def _workload(rule: KernelRule, records: Sequence[ParamRecord], options: Options
     kinds = {record.kind for record in records}
     config = options.config
     specs = [record.spec for record in records]
-    chunks = build_chunks(specs, tile_numel=config.tile_numel, chunk_by=config.chunk_by)
+    layout: dict[str, Any] = {"tile_numel": config.tile_numel, "chunk_by": config.chunk_by}
+    chunks = build_chunks(specs, **layout)
+    parts = build_chunks(specs, **layout, chunk_numel=HYBRID_CHUNK_NUMEL)
     arrays = 1 + len(rule.state_names)
     widest = max((num_arrays(rule, kind.weight) for kind in kinds), default=0)
     return Workload(
@@ -436,12 +455,15 @@ def _workload(rule: KernelRule, records: Sequence[ParamRecord], options: Options
         accumulates=options.accumulation_steps > 1,
         weight_bytes=sum(record.numel * record.kind.weight_bytes for record in records),
         own_master_numel=sum(record.numel for record in records if record.kind.weight == "fp32"),
-        backlog_bytes=_backlog_bytes(records, config, _element_bytes(kinds)),
+        backlog_bytes=_backlog_bytes(records, options, _element_bytes(kinds)),
         tile_bytes=4 * widest * stream_tile_numel(config.tile_numel, arrays),
         num_slots=NUM_SLOTS,
         chunks=tuple(_chunk_size(chunk) for chunk in chunks),
+        parts=tuple(_chunk_size(part) for part in parts),
+        part_numel=HYBRID_CHUNK_NUMEL,
         speculates=options.speculates,
         stream_tile_numel=stream_tile_numel(config.tile_numel, arrays),
+        tile_numel=config.tile_numel,
         stream_share=config.stream_share,
         can_mix=options.backend == "numba" and is_available(),
     )
@@ -470,8 +492,9 @@ def _free_device_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
-def _backlog_bytes(records: Sequence[ParamRecord], config: OffloadConfig, element_bytes: int) -> int:
+def _backlog_bytes(records: Sequence[ParamRecord], options: Options, element_bytes: int) -> int:
     """Gradients that may be on the device at a time: waiting tiles, those in the ring, and the rest of the largest one."""
-    num_tiles = config.backlog_tiles + config.ring_slots
+    config = options.config
+    num_tiles = options.backlog_tiles + config.ring_slots
     largest = max((record.numel * record.kind.grad_bytes for record in records), default=0)
     return num_tiles * config.tile_numel * element_bytes + largest

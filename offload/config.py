@@ -22,6 +22,8 @@ CLIP_POLICIES = ("speculate", "defer", "auto")
 NONFINITE_POLICIES = ("propagate", "skip", "raise")
 """What happens to a step whose gradients hold an inf or a NaN."""
 
+BACKLOG_TILES, OVERLAPPED_BACKLOG_TILES = 32, 96
+
 TILE_ALIGN = 1024
 """Tiles are multiples of this many elements (see layout.ALIGN)."""
 
@@ -44,11 +46,12 @@ class OffloadConfig:
     tile_numel: int = 8 * 1024 * 1024
     """Elements in one tile, the unit of one transfer and one kernel call; a multiple of 1024."""
 
-    ring_slots: int = 8
+    ring_slots: int = 16
     """Pinned slots in each of the two rings (gradients in, weights out); at least 2."""
 
-    backlog_tiles: int = 32
-    """Tiles whose gradients may wait on the device for the worker before backward is held up; at least 1."""
+    backlog_tiles: int | None = None
+    """Tiles whose gradients may wait on the device for the worker before backward is held up; at least 1. None: 32, or 96
+    where the next forward overlaps the update and so can use what backward leaves behind."""
 
     host_budget: int | None = None
     """Bytes of host memory that the optimizer may map; None: what the machine and its cgroup leave free."""
@@ -94,7 +97,7 @@ class OffloadConfig:
             f"a positive multiple of {TILE_ALIGN}",
         )
         self._check("ring_slots", self.ring_slots >= 2, "at least 2")
-        self._check("backlog_tiles", self.backlog_tiles >= 1, "at least 1")
+        self._check("backlog_tiles", self.backlog_tiles is None or self.backlog_tiles >= 1, "at least 1")
         for budget in ("host_budget", "device_budget", "pinned_budget"):
             value = getattr(self, budget)
             self._check(budget, value is None or value >= 0, "bytes, zero or more, or None")
@@ -105,6 +108,12 @@ class OffloadConfig:
         self._check("moments", self.moments == "fp32", "'fp32'")
         self._check_pattern("chunk_by", self.chunk_by)
         self._check_pattern("rank_local", self.rank_local)
+
+    def num_backlog_tiles(self, *, overlaps_forward: bool = False) -> int:
+        """`backlog_tiles`, or its default."""
+        if self.backlog_tiles is not None:
+            return self.backlog_tiles
+        return OVERLAPPED_BACKLOG_TILES if overlaps_forward else BACKLOG_TILES
 
     def is_rank_local(self, name: str) -> bool:
         """Whether the plain parameter called `name` differs between ranks; see `rank_local`."""
@@ -122,8 +131,8 @@ class OffloadConfig:
                 raise ConfigError(f"config.{field}={pattern!r} is no regular expression: {error}") from None
 
     def _check_types(self) -> None:
-        whole = ("tile_numel", "ring_slots", "backlog_tiles")
-        optional = ("host_budget", "device_budget", "pinned_budget", "threads")
+        whole = ("tile_numel", "ring_slots")
+        optional = ("backlog_tiles", "host_budget", "device_budget", "pinned_budget", "threads")
         for field in (*whole, *optional):
             value = getattr(self, field)
             self._check(field, _is_int(value) or (value is None and field in optional), "an integer")

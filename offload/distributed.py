@@ -12,13 +12,26 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from offload.errors import ParameterError
 
-__all__ = ["local_gradient", "local_shard", "matching_shard", "mesh_ranks", "shard_like", "shard_of"]
+__all__ = [
+    "local_gradient",
+    "local_shard",
+    "matching_shard",
+    "mesh_ranks",
+    "peek_shard",
+    "shard_like",
+    "shard_of",
+]
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own part of `tensor`, detached, sharing its memory; the tensor itself where it is not sharded."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def peek_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The same for whoever only asks for shape, version or address: no new tensor is made, which hooks would feel."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

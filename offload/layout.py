@@ -131,6 +131,7 @@ def build_chunks(
     tile_numel: int,
     first_index: int = 0,
     chunk_by: str | Callable[[str], str | None] | None = None,
+    chunk_numel: int | None = None,
 ) -> list[Chunk]:
     """Group `params` into chunks: one per layer and `Kind`, then what belongs to no layer.
 
@@ -142,6 +143,7 @@ def build_chunks(
         tile_numel: elements of a tile, a multiple of `ALIGN`.
         first_index: index of the first chunk (chunks are numbered over the optimizer's life).
         chunk_by: as `OffloadConfig.chunk_by`.
+        chunk_numel: elements of a chunk, beyond which layers are cut too; None: a layer is one chunk.
     """
     name_of = layer_namer(chunk_by)
     layers: dict[tuple[str, Kind], list[ParamSpec]] = {}
@@ -153,11 +155,14 @@ def build_chunks(
         else:
             layers.setdefault((layer, param.kind), []).append(param)
     limit = max((sum(p.numel for p in members) for members in layers.values()), default=UNNAMED_CHUNK_NUMEL)
-    groups = [(_chunk_name(layer, kind), kind, members) for (layer, kind), members in layers.items()]
-    for kind, members in rest.items():
-        parts = _split(members, limit)
-        names = ["misc"] if len(parts) == 1 else [f"misc.{i}" for i in range(len(parts))]
-        groups += [(_chunk_name(name, kind), kind, part) for name, part in zip(names, parts, strict=True)]
+    most = limit if chunk_numel is None else min(limit, chunk_numel)
+    named = [(layer, "/", kind, members) for (layer, kind), members in layers.items()]
+    named += [("misc", ".", kind, members) for kind, members in rest.items()]
+    groups = []
+    for name, dot, kind, members in named:
+        parts = _split(members, most)
+        names = [name] if len(parts) == 1 else [f"{name}{dot}{i}" for i in range(len(parts))]
+        groups += [(_chunk_name(part, kind), kind, each) for part, each in zip(names, parts, strict=True)]
     return [
         Chunk(first_index + i, name, kind, _place(members), tile_numel)
         for i, (name, kind, members) in enumerate(groups)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from offload.distributed import local_shard, shard_like
+from offload.distributed import local_shard, peek_shard, shard_like
 from offload.errors import GradientError, ParameterError, UnsupportedDtypeError
 from offload.layout import Kind, ParamSpec
 from offload.sources import Source, make_source
@@ -45,7 +45,7 @@ class ParamRecord:
     @property
     def numel(self) -> int:
         """Elements of the local shard."""
-        return local_shard(self.param).numel()
+        return peek_shard(self.param).numel()
 
     @property
     def spec(self) -> ParamSpec:
@@ -77,14 +77,13 @@ class ParamRecord:
         Raises:
             GradientError: its dtype, layout, device or shape is not what the parameter's weight calls for.
         """
-        local = local_shard(gradient)
-        weight = local_shard(self.param)
+        local, weight = peek_shard(gradient), peek_shard(self.param)
         self._check_gradient(local, weight)
         if local.stride() != weight.stride() or not _is_dense(local):
             local = torch.empty_strided(
                 weight.shape, weight.stride(), dtype=local.dtype, device=local.device
-            ).copy_(local)
-        return flat_view(local, self.name)
+            ).copy_(local.detach())
+        return flat_view(local.detach() if local.requires_grad else local, self.name)
 
     def note_weight(self) -> None:
         """Remember the weight as it is now: masters agree with it."""
@@ -95,7 +94,7 @@ class ParamRecord:
         return self.seen != self._fingerprint()
 
     def _fingerprint(self) -> tuple[int, int, int]:
-        local = local_shard(self.param)  # of a DTensor, which has a version of its own
+        local = peek_shard(self.param)  # of a DTensor, which has a version of its own
         return self.param._version, local._version, local.data_ptr()
 
     def _check_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> None:

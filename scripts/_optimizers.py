@@ -66,7 +66,13 @@ def update_seconds(
     if plan.mode == "hybrid":
         on_host = sum(chunk.numel for chunk in plan.chunks if chunk.placement.name != "DEVICE")
         seconds = hybrid_plan.at_share(
-            plan.stream_share, on_host, stream_bytes=12, edge_bytes=2, rates=rates, beside_link=BESIDE_LINK
+            plan.stream_share,
+            on_host,
+            stream_bytes=12,
+            edge_bytes=2,
+            rates=rates,
+            beside_link=BESIDE_LINK,
+            beside_kernels=1.0,
         ).step_s
     numel = sum(chunk.numel for chunk in plan.chunks)
     return {

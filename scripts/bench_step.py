@@ -96,6 +96,7 @@ def summarize(
         "optimizer": parse_assignments(args.optimizer),
         "config": parse_assignments(args.config),
         "setup_s": {mode["mode"]: mode.get("setup_s") for mode in modes},
+        "plans": {mode["mode"]: mode.get("plan") for mode in modes},
         "wall_s": wall_s,
         "runs": runs,
         "environment": modes[0].get("environment"),
@@ -166,6 +167,8 @@ def measure_mode(args: argparse.Namespace, world: World) -> dict[str, Any]:
         "update": update_seconds(args.worker, optimizer, rates, config, parse_assignments(args.optimizer)),
     }
     result["runs"] = measure_lengths(args, model, optimizer, device, world)
+    if args.worker != BASELINE:
+        result["plan"] = str(optimizer.plan)  # as it is after the steps: a hybrid moves its balance
     for run in result["runs"]:
         run["update"] = result["update"]
     optimizer.close()

@@ -211,7 +211,8 @@ def test_f14_an_overlapped_step_gives_the_losses_of_a_plain_one(
 
     def late(self: CudaTransport, stream: torch.cuda.Stream, copies: Any, after: Any) -> Any:
         if stream is self._to_device and copies:
-            torch.cuda._sleep(CYCLES // 8)  # on `stream`, which is current
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(CYCLES // 8)
         return enqueue(self, stream, copies, after)
 
     monkeypatch.setattr(CudaTransport, "_enqueue", late)

@@ -73,7 +73,7 @@ def test_speculation_gives_the_bits_of_deferral(pinned_budget: int | None) -> No
     def end(clip: str) -> tuple[Any, list[offload.StepReport]]:
         model = make_decoder(device="cuda")
         masters = offload.cast_compute_weights(model, keep_fp32="norm")
-        config = {"pinned_budget": None if clip == "defer" else pinned_budget}
+        config = {"pinned_budget": None if clip == "defer" else pinned_budget, "ring_slots": 8}
         reports = []
         with adamw(model, masters=masters, clip=clip, max_grad_norm=1.0, config=config) as optimizer:
             for index, ids in enumerate(batches(20, device="cuda")):

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import offload
 from offload.errors import ConfigError, StateError, WorkerError
 from offload.schedule.flight import Flight, Mark
+from offload.schedule.host_jobs import StepTile
 from offload.schedule.hybrid_stepper import HybridStepper
 from tests.training import (
     Decoder,
@@ -77,6 +78,37 @@ def run(steps: int, **options: Any) -> tuple[list[float], list[float], Snapshot]
 
 def slow_weights(lane: str, index: int) -> float:
     return 3e-3 if lane == "to_device" else 0.0
+
+
+# Order
+
+
+def test_the_chunk_that_came_last_is_stepped_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the one whose weights the next forward needs first."""
+    made = use_lanes(monkeypatch)
+    stepped: list[str] = []
+    original = StepTile.compute
+
+    def compute(job: StepTile) -> None:
+        stepped.append(job._plan.chunk.chunk.name)
+        original(job)
+
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with overlapped(model, config={"ring_slots": 2}) as optimizer:
+        train(model, optimizer, batches(2))
+        optimizer.synchronize()
+        monkeypatch.setattr(StepTile, "compute", compute)
+        loss = loss_of(model, batches(1)[0])
+        made[0].hold("to_host")  # two tiles are on their way, all others wait
+        loss.backward()
+        made[0].release("to_host")
+        optimizer.step()
+        optimizer.synchronize()
+    under_way, order = stepped[:3], list(dict.fromkeys(stepped[3:]))
+    assert {name.split(" ")[0] for name in under_way} <= {"misc", "layers.2"}
+    layers = [name for name in order if name.startswith("layers")]
+    assert layers == ["layers.0", "layers.1", "layers.2"]
 
 
 # Bits

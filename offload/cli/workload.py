@@ -81,7 +81,7 @@ def workload_of(run: Run, config: OffloadConfig) -> Workload:
         accumulates=run.accumulation_steps > 1,
         weight_bytes=width * numel,
         own_master_numel=numel if run.dtype == "fp32" else 0,
-        backlog_bytes=(config.backlog_tiles + config.ring_slots) * tile * width + largest * width,
+        backlog_bytes=(config.num_backlog_tiles() + config.ring_slots) * tile * width + largest * width,
         tile_bytes=4 * (STATE_ARRAYS - (run.dtype == "fp32")) * stream_tile_numel(tile, STATE_ARRAYS),
         num_slots=NUM_SLOTS,
         chunks=tuple(ChunkSize(name, numel) for name, numel, _ in _parts(run)),

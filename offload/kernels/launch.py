@@ -2,23 +2,20 @@
 
 The launcher that comes with ``torch.cuda._compile_kernel`` opens the driver's library anew and builds the argument list
 from nothing at every call: 0.2 ms of Python on an idle core, 0.3-0.5 beside backward, where a step makes hundreds of
-them. Here the library is opened once, and each thread writes addresses into an argument list that it has already.
+them. Here each thread writes addresses into an argument list that it has already.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from offload.driver import NO_CONTEXT, driver
 from offload.errors import KernelError
 
 __all__ = ["Launcher"]
-
-NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 Launch = Callable[..., int]
 
@@ -45,7 +42,7 @@ class Launcher:
     ) -> None:
         self._function, self._num_arguments, self._threads = function, num_arguments, threads
         self._owner = owner
-        self._launch = launch or _driver_launch()
+        self._launch = launch or driver().launch
         self._lists = threading.local()
 
     def __call__(
@@ -82,21 +79,3 @@ class Launcher:
             places = (base + index * size for index in range(self._num_arguments))
             self._lists.value = values, (ctypes.c_void_p * self._num_arguments)(*places)
             return self._lists.value  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _driver_launch() -> Launch:
-    """``cuLaunchKernel`` of the driver that torch has loaded.
-
-    Raises:
-        KernelError: there is no driver.
-    """
-    try:
-        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError as error:
-        raise KernelError(f"the CUDA driver's library cannot be opened: {error}") from error
-    launch = library.cuLaunchKernel
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
-    launch.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    launch.restype = ctypes.c_int
-    return launch

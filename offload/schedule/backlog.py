@@ -3,6 +3,10 @@
 Bounded, and slow to let producers in again: a producer that found it full sleeps until half of it is gone. With an
 ordinary bounded queue every job taken would wake backward for one more, just when the interpreter is needed to issue
 copies. Beside the jobs there is a lane for reports of work done, which is unbounded and goes first.
+
+Items can be put in groups. Among groups that wait, the one that came last goes first, if it is ready: where the next
+forward overlaps the update, the layer whose gradients came last is the one whose weights are needed first. Ready, because
+the program runs ahead of the device: a copy of what is still to be computed would hold up all that are issued after it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 __all__ = ["Backlog"]
@@ -17,20 +22,69 @@ __all__ = ["Backlog"]
 T = TypeVar("T")
 
 
+def _always() -> bool:
+    return True
+
+
+class _Waiting(Generic[T]):
+    """Items in order of arrival, but for groups: the newest that is ready first, else the oldest; each in order of arrival.
+
+    Nothing passes an item of no group. So the items are stretches that follow each other, of groups and of such items.
+    """
+
+    def __init__(self) -> None:
+        self._stretches: deque[dict[int | None, deque[tuple[T, Callable[[], bool]]]]] = deque()
+        self._number = 0
+
+    def __len__(self) -> int:
+        return self._number
+
+    def append(self, item: T, group: int | None, ready: Callable[[], bool]) -> None:
+        if not self._stretches or (group is None) is not (None in self._stretches[-1]):
+            self._stretches.append({})
+        self._stretches[-1].setdefault(group, deque()).append((item, ready))
+        self._number += 1
+
+    def pop(self) -> T:
+        stretch = self._stretches[0]
+        group = next((key for key in reversed(stretch) if stretch[key][0][1]()), next(iter(stretch)))
+        item, _ = stretch[group].popleft()
+        if not stretch[group]:
+            del stretch[group]
+        if not stretch:
+            self._stretches.popleft()
+        self._number -= 1
+        return item
+
+
 class Backlog(Generic[T]):
-    """A FIFO of at most `depth` items, and a second one without a bound that `take` prefers."""
+    """At most `depth` items that wait, and a FIFO without a bound that `take` prefers."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._items: deque[T] = deque()
+        self._items: _Waiting[T] = _Waiting()
         self._reports: deque[T] = deque()
         self._lock = threading.Lock()
         self._not_empty = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
         self._full = False
+        #: Seconds that producers have waited for room, all together.
+        self.waited_s = 0.0
 
-    def put(self, item: T, timeout_s: float) -> bool:
-        """Append an item; False where there was no room for `timeout_s` seconds."""
+    def put(
+        self,
+        item: T,
+        timeout_s: float,
+        *,
+        group: int | None = None,
+        ready: Callable[[], bool] = _always,
+    ) -> bool:
+        """Append an item; False where there was no room for `timeout_s` seconds.
+
+        Args:
+            group: where it may be taken before items of other groups that came earlier.
+            ready: whether taking it now would hold up nothing; asked from the thread that takes.
+        """
         # Called on the user's thread, where Ctrl-C may strike anywhere: the lock itself, whose methods are C and cannot be
         # interrupted half-way, and not a condition's ``with``, which is Python and could leave the lock taken for ever.
         if not self._lock.acquire(timeout=timeout_s):
@@ -39,7 +93,7 @@ class Backlog(Generic[T]):
             self._full |= len(self._items) >= self._depth
             if self._full and not self._wait_for_room(timeout_s):
                 return False
-            self._items.append(item)
+            self._items.append(item, group, ready)
             self._not_empty.notify()
             return True
         finally:
@@ -52,21 +106,24 @@ class Backlog(Generic[T]):
             self._not_empty.notify()
 
     def take(self, *, reports_only: bool = False) -> T:
-        """The oldest report, else the oldest item; blocks while there is none of the kinds asked for."""
+        """The oldest report, else the next item; blocks while there is none of the kinds asked for."""
         with self._not_empty:
             while not self._reports and (reports_only or not self._items):
                 self._not_empty.wait()
             if self._reports:
                 return self._reports.popleft()
-            item = self._items.popleft()
+            item = self._items.pop()
             if self._full and len(self._items) <= self._depth // 2:
                 self._full = False
                 self._room.notify_all()
             return item
 
     def _wait_for_room(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while self._full:
-            if not self._room.wait(deadline - time.monotonic()):
-                return not self._full
-        return True
+        start = time.monotonic()
+        try:
+            while self._full:
+                if not self._room.wait(start + timeout_s - time.monotonic()):
+                    return not self._full
+            return True
+        finally:
+            self.waited_s += time.monotonic() - start

@@ -1,7 +1,7 @@
 """Moves the balance between the host's kernels and the link, once steps show how long each takes. Pure.
 
 The plan divides a hybrid's state by measured rates; what backward leaves of them is only seen in steps. So after each of
-the first steps the two ends are compared: whichever finished later gives one chunk to the other. Only chunks that were
+the first steps the two sides are compared: whichever was further behind gives chunks to the other. Only chunks that were
 planned as streamed can move, since only their state is pinned.
 """
 
@@ -13,41 +13,45 @@ FIRST_STEPS = 24
 """Steps after which the balance stays as it is: later ones are to be alike."""
 
 WORTH_S = 0.015
-"""Difference of the two ends, in seconds, below which a chunk stays: moving one changes it by more."""
+"""Difference of the two ends, in seconds, below which all stays: moving one chunk changes it by about as much."""
 
 
 class Balancer:
     """Decides after each step.
 
     Args:
-        movable: chunks that may be streamed or not; at first all of them are streamed.
+        movable: chunks that may be streamed or not.
+        streamed: how many of them are streamed at first; None: all.
     """
 
-    def __init__(self, movable: int) -> None:
-        self._movable = self._streamed = movable
+    def __init__(self, movable: int, streamed: int | None = None) -> None:
+        self._movable, self._streamed = movable, movable if streamed is None else streamed
         self._steps = 0
-        self._before = self._moved = 0
+        self._before = self._moved = 0  # chunks, with the sign of their direction
         self._settled = False
 
     def note(self, host_s: float, stream_s: float) -> int:
         """How many of the movable chunks are to be streamed from now on.
 
-        One moves when two steps in a row call for it. A move back ends it all: the balance lies between the two.
+        Some move when two steps in a row call for it, half as many as would make up for the difference. A move back ends it
+        all: the balance lies between the two.
 
         Args:
-            host_s, stream_s: when each was done, in seconds, counted from the call that waited for both.
+            host_s, stream_s: how far each was behind backward, in seconds: when it was done, counted from the call that
+                waited for both, and how long it held backward up before.
         """
         self._steps += 1
         if not self._settled and self._steps <= FIRST_STEPS:
             late = host_s - stream_s
-            wanted = 0 if abs(late) < WORTH_S else 1 if late > 0 else -1
-            if wanted and wanted == self._before:
-                self._move(wanted)
+            wanted = int(late / WORTH_S)
+            if wanted * self._before > 0:
+                fewer = min(wanted, self._before, key=abs)
+                self._move(int(fewer / 2) or (1 if fewer > 0 else -1))
                 wanted = 0
             self._before = wanted
         return self._streamed
 
-    def _move(self, direction: int) -> None:
-        self._settled = self._moved == -direction
-        self._moved = direction
-        self._streamed = min(max(self._streamed + direction, 0), self._movable)
+    def _move(self, number: int) -> None:
+        self._settled = number * self._moved < 0
+        self._moved = number
+        self._streamed = min(max(self._streamed + number, 0), self._movable)

@@ -390,4 +390,6 @@ class Conveyor:
         self._travelling.popleft()
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        stream = self._stream
+        is_current = stream is None or stream == torch.cuda.current_stream(stream.device)
+        return nullcontext() if is_current else torch.cuda.stream(stream)

@@ -206,7 +206,7 @@ class DeviceStepper:
         else:
             self._worker.call(lambda: None)
 
-    def mark(self) -> Future[Signal]:
+    def mark(self, chunk: int | None = None) -> Future[Signal]:
         """When all updates enqueued on the current stream are done. Their squared sums are copied to the host behind them.
 
         `block_sums` can then be read without a wait for what the stream has to do besides.

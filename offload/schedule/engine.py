@@ -70,6 +70,7 @@ class Engine:
 
     Args:
         tile_numel, chunk_by: as in `OffloadConfig`, for the layout.
+        chunk_numel: see `build_chunks`.
         departing: the stepper again, where steps may end after ``step()``.
     """
 
@@ -83,6 +84,7 @@ class Engine:
         ranks: Ranks,
         tile_numel: int,
         chunk_by: Any = None,
+        chunk_numel: int | None = None,
         departing: Departing | None = None,
     ) -> None:
         self.policy = policy
@@ -94,7 +96,11 @@ class Engine:
         self._departing = departing
         self._stepper, self._worker, self._clock = stepper, worker, clock
         self._ranks = ranks
-        self._tile_numel, self._chunk_by = tile_numel, chunk_by
+        self._layout: dict[str, Any] = {
+            "tile_numel": tile_numel,
+            "chunk_by": chunk_by,
+            "chunk_numel": chunk_numel,
+        }
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
         # Several threads may run backward at a time; waits of whoever holds this have deadlines.
         self._receiving = threading.RLock()
@@ -125,12 +131,8 @@ class Engine:
         self.land()
         self._ranks.add([record.param for record in records])
         by_index = {record.index: record for record in records}
-        chunks = build_chunks(
-            [record.spec for record in records],
-            tile_numel=self._tile_numel,
-            first_index=len(self.chunks),
-            chunk_by=self._chunk_by,
-        )
+        specs = [record.spec for record in records]
+        chunks = build_chunks(specs, first_index=len(self.chunks), **self._layout)
         self._stepper.add_chunks(chunks, by_index, masters)
         self.records |= by_index
         self.chunks += chunks

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ class HostStepper:
         fused_sums: see `Stepper`.
         element_bytes: bytes of the widest gradient or weight element: what a slot must hold ``tile_numel`` of.
         shadow_bytes: memory for a second set of state; chunks get one as long as it lasts.
+        newest_first: of tiles that wait in a step inside backward, those of the chunk that came last go first.
         pin_gradients: every step keeps its gradients until a verdict, so their memory is mapped and pinned ahead, and
             copies end there.
     """
@@ -75,9 +77,10 @@ class HostStepper:
         clock: StageClock,
         shadow_bytes: int = 0,
         pin_gradients: bool = False,
+        newest_first: bool = False,
     ) -> None:
         self._shadow_bytes, self._speculative = shadow_bytes, False
-        self._pin_gradients = pin_gradients
+        self._pin_gradients, self._newest_first = pin_gradients, newest_first
         self._transport, self._backend, self._worker, self._clock = transport, backend, worker, clock
         self.rule = backend.rule
         self._fused_sums = fused_sums
@@ -304,11 +307,17 @@ class HostStepper:
         """See `Stepper.finish`."""
         self._worker.call(self._pipe.finish_returns, on_copier=True)
 
-    def mark(self) -> Future[Signal]:
-        """When the weights of all updates submitted so far have arrived: copies to the device end in order."""
+    def mark(self, chunk: int | None = None) -> Future[Signal]:
+        """When the weights of all updates of a chunk (None: of all chunks) submitted so far have arrived.
+
+        Copies to the device end in order.
+        """
         call = Call(self._mark, on_copier=True)
-        self._worker.submit(call)
+        self._worker.submit(call, group=self._group(chunk))
         return call.future
+
+    def _group(self, chunk: int | None) -> int | None:
+        return chunk if self._newest_first else None
 
     def _mark(self) -> Signal:
         signal = self._transport.issue_to_device((), ()).signal
@@ -402,22 +411,30 @@ class HostStepper:
         self, plan: TilePlan, rows: Rows, *, from_device: bool, after: Sequence[Ready] = ()
     ) -> None:
         launches = self._launches(plan, from_device=from_device)
-        for piece, owner in zip(plan.pieces, plan.owners, strict=True):
-            if any(launch.select[piece.row] for launch in launches):
-                # Here, not where the weight is written: whoever still needs the old one must fail by rule, not by timing.
-                torch.autograd.graph.increment_version(owner)
+        group = self._group(plan.key[0] if from_device else None)
+        changed = plan.owners
+        if launches[0].select is not plan.complete.select:
+            pairs = zip(plan.pieces, plan.owners, strict=True)
+            changed = [
+                owner for piece, owner in pairs if any(launch.select[piece.row] for launch in launches)
+            ]
+        # Here, not where the weight is written: whoever still needs the old one must fail by rule, not by timing.
+        torch.autograd.graph.increment_version(changed)
+        arrivals = [self._arrived[piece.param] for piece in plan.pieces] if from_device else None
         self._worker.submit(
             StepTile(
                 self._pipe,
                 plan,
                 self._gradients,
-                arrivals=[self._arrived[piece.param] for piece in plan.pieces] if from_device else None,
+                arrivals=arrivals,
                 launches=launches,
                 rows=rows[plan.key[0]],
                 after=after,
                 with_sums=self._fused_sums,
                 speculative=from_device and self._speculative,
-            )
+            ),
+            group=group,
+            ready=partial(_have_come, arrivals or ()),
         )
 
     def _launches(self, plan: TilePlan, *, from_device: bool) -> list[Launch]:
@@ -525,3 +542,11 @@ class HostStepper:
             self.finish()
             self._pipe.use_rings(*self._worker.call(lambda: self._make_rings(self._config, widest)))
             self._element_bytes = widest
+
+
+def _have_come(arrivals: Sequence[Arrival]) -> bool:
+    """Whether the device has computed them; an error is one of the copy that follows, which is where it will be raised."""
+    try:
+        return all(arrival.ready.query() for arrival in arrivals)
+    except Exception:  # noqa: BLE001
+        return True

@@ -24,15 +24,15 @@ from offload.schedule.mode_costs import (
 
 __all__ = ["Balance", "at_share", "balance", "device_room", "hybrid_needs", "num_stream_slots", "place"]
 
-MAX_SLOTS = 16
+MAX_SLOTS = 10
 MIN_SLOTS = 4
 
 DEFAULT_DEVICE_SHARE = 0.1
 """Of the free device memory that the last chunk of backward may take where the user gives no budget."""
 
-BESIDE_LINK = 0.85
-"""Of their rate alone that the host kernels reach beside a busy link and backward: 2.6 of 2.84 Gparam/s were measured on a
-16-core host, less the gaps between tiles. Steps then correct the balance (`balancer`)."""
+BESIDE_LINK, BESIDE_KERNELS = 0.7, 0.85
+"""Of their rates alone that the host kernels reach beside a busy link and backward, and the link beside them: 2.7 of 3.7
+Gparam/s, and 42 of 50 GB/s each way, were measured on a 16-core host. Steps then correct the balance (`balancer`)."""
 
 HIDDEN_MARGIN = 0.9
 """Of backward that an update may fill and still count as hidden: the first gradient is late, the last one is last."""
@@ -84,12 +84,14 @@ def at_share(
     edge_bytes: int,
     rates: Rates,
     beside_link: float = BESIDE_LINK,
+    beside_kernels: float = BESIDE_KERNELS,
 ) -> Balance:
-    """What one share gives; `beside_link`: the part of the host's rate that is left where anything is streamed."""
+    """What one share gives; `beside_link`, `beside_kernels`: what is left of both rates where both are at work."""
     streamed, stepped = share * numel, (1 - share) * numel
     host_rate = rates.kernel_numel * (beside_link if streamed else 1.0)
     moved = stream_bytes * streamed + edge_bytes * stepped
-    return Balance(share, stepped / host_rate, moved / rates.duplex_bytes)
+    link_rate = rates.duplex_bytes * (beside_kernels if stepped and streamed else 1.0)
+    return Balance(share, stepped / host_rate, moved / link_rate)
 
 
 def place(chunks: Sequence[ChunkSize], share: float, device_numel: int) -> tuple[Placement, ...]:
@@ -150,18 +152,23 @@ def hybrid_needs(workload: Workload, machine: Machine, placements: Sequence[Plac
     buffers = slots * workload.tile_bytes
     on_device = state[device] + sums[device] + buffers
     # Of streamed gradients, those of FP32 weights and those that wait for a verdict do so on the device.
-    movable = sum(
-        (chunk.grad_bytes + 4 * workload.accumulates) * chunk.numel
+    moving = [
+        chunk
         for chunk, placement in zip(workload.chunks, placements, strict=True)
         if placement is stream and chunk.weight_bytes != 4
-    )
+    ]
+    last = sum(chunk.grad_bytes * chunk.numel for chunk in moving)
+    accumulated = 4 * workload.accumulates * sum(chunk.numel for chunk in moving)
+    movable = last + accumulated
     observed = gradients[host] + movable
     on_host = state[host] + state[stream] + sums[stream] + observed + workload.ring_bytes
     pinned = state[stream] + sums[stream] + workload.ring_bytes
-    waiting = min(workload.backlog_bytes, gradients[host]) + min(workload.backlog_bytes, movable)
-    kept = gradients[device] + gradients[stream] - movable
+    waiting = min(workload.backlog_bytes, gradients[host])
+    kept = gradients[device] + gradients[stream] - last
     if workload.holds_gradients:
-        kept += movable
+        kept += last
+    else:
+        waiting += min(workload.backlog_bytes, last)
     words = [
         f"{sizes[placement] / 1e6:.1f} M parameters: {placement.value} ({gib(state[placement])})"
         for placement in Placement

@@ -41,6 +41,7 @@ class HybridStepper:
 
     Args:
         placements: of the first chunks, by index; chunks beyond them are stepped on the host.
+        num_streamed: of the chunks placed as STREAM, how many are streamed at first; None: all.
         worker: shared by all, closed first.
         stream, device: None where no chunk is placed there.
         timeout_s: longest wait for a mark, in seconds.
@@ -58,17 +59,19 @@ class HybridStepper:
         worker: Worker,
         timeout_s: float,
         rebalances: bool,
+        num_streamed: int | None = None,
         departs: bool = False,
     ) -> None:
         self._host, self._stream, self._worker = host, stream, worker
         self._rebalances = rebalances
         self._balancer: Balancer | None = None
         self._movable: dict[int, list[ParamRecord]] = {}
-        self._num_streamed = 0
+        self._first_streamed, self._num_streamed = num_streamed, 0
         # In its first step a chunk is only observed: its gradients wait for step(). On the host they need no device memory.
         self._observed: set[int] = set()
         self._rest_stepped = False
         self._ends: tuple[float, float] | None = None
+        self._waited = (0.0, 0.0)
         self._parts: dict[Placement, HostStepper | StreamStepper | DeviceStepper] = {Placement.HOST: host}
         if stream is not None:
             self._parts[Placement.STREAM] = stream
@@ -123,9 +126,10 @@ class HybridStepper:
             self._movable[chunk.index] = [records[span.param] for span in chunk.spans]
             self._observed.add(chunk.index)
             self._placement[chunk.index] = Placement.HOST
-        self._num_streamed = len(self._movable)
+        most, first = len(self._movable), self._first_streamed
+        self._num_streamed = most if first is None else min(first, most)
         if self._rebalances:
-            self._balancer = Balancer(self._num_streamed)
+            self._balancer = Balancer(most, self._num_streamed)
 
     @property
     def placements(self) -> Mapping[int, Placement]:
@@ -194,7 +198,7 @@ class HybridStepper:
         moved = [param for stepper in self._steppers.values() for param in stepper.commit()]
         for chunk in dict.fromkeys(self._chunk_of[param] for param in moved):
             if self._departs and not self._left.get(chunk, 1):  # all of it: `step_rest` has nothing to add
-                self._marks[chunk] = self._mark(self._placement[chunk])
+                self._marks[chunk] = self._mark(self._placement[chunk], chunk)
         return moved
 
     def roll_back(self, *, restore: bool) -> None:
@@ -243,14 +247,14 @@ class HybridStepper:
             self._stream.settle()
         self._note_ends()
 
-    def _mark(self, placement: Placement) -> Mark:
-        return Mark(self._parts[placement].mark(), self._worker, self._timeout_s)
+    def _mark(self, placement: Placement, chunk: int | None = None) -> Mark:
+        return Mark(self._parts[placement].mark(chunk), self._worker, self._timeout_s)
 
     def _note_arrived(self, chunk: int) -> None:
         """Mark a chunk that is complete; what a speculative step wrote may be written again, so not before the verdict."""
         left = self._left[chunk] = self._left.get(chunk, self._members[chunk]) - 1
         if not left and not self._speculative:
-            self._marks[chunk] = self._mark(self._placement[chunk])
+            self._marks[chunk] = self._mark(self._placement[chunk], chunk)
 
     def _time_ends(self) -> None:
         """Have both sides tell when they are done with what they have."""
@@ -261,8 +265,13 @@ class HybridStepper:
     def _note_ends(self) -> None:
         if self._settling is not None:
             start, *ends = self._settling
-            host_s, stream_s = (end.result(self._timeout_s) - start for end in ends)
+            late = (end.result(self._timeout_s) - start for end in ends)
+            held = (now - before for now, before in zip(self._waits(), self._waited, strict=True))
+            host_s, stream_s = (each + wait for each, wait in zip(late, held, strict=True))
             self._ends, self._settling = (host_s, stream_s), None
+
+    def _waits(self) -> tuple[float, float]:
+        return self._worker.waited_s, 0.0 if self._stream is None else self._stream.waited_s
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
@@ -275,6 +284,7 @@ class HybridStepper:
             self._rebalance(self._num_streamed)
         self._rest_stepped = False
         self._is_underway, self._ends, self._settling = False, None, None
+        self._waited = self._waits()
         self._marks.clear()
         self._left.clear()
 

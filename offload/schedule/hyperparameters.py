@@ -70,9 +70,10 @@ def _chunk_rows(
 
 def _values(records: Mapping[int, ParamRecord]) -> dict[int, dict[str, Any]]:
     """By parameter, the hyperparameters of its group now; parameters of one group share one dict."""
+    groups = {id(record.group): record.group for record in records.values()}
     by_group = {
-        id(record.group): {key: _plain(record.group[key]) for key in HYPERPARAMETERS if key in record.group}
-        for record in records.values()
+        key: {name: _plain(group[name]) for name in HYPERPARAMETERS if name in group}
+        for key, group in groups.items()
     }
     return {index: by_group[id(record.group)] for index, record in records.items()}
 

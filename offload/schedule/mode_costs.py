@@ -85,9 +85,11 @@ class Workload:
 
     `ring_bytes`: of both rings. `backlog_bytes`: gradients that may wait on the device for the worker. `own_master_numel`:
     elements of FP32 weights, which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the
-    device buffers of chunked-stream. `speculates`: a wavefront wants a second set of state. `stream_tile_numel`: elements of
-    such a tile. `stream_share`: of a hybrid, where the user fixed it. `can_mix`: whether host and device compute the same
-    bits here. `backward_s`: seconds that backward takes; None: not known.
+    device buffers of chunked-stream. `parts`: the chunks of a hybrid, `part_numel` elements each or a single parameter,
+    where those are finer. `speculates`: a wavefront wants a second set of state. `stream_tile_numel`: elements of a tile of
+    chunked-stream; `tile_numel`: of all others, a hybrid's streamed ones too. `stream_share`: of a hybrid, where the user
+    fixed it. `can_mix`: whether host and device compute the same bits here. `backward_s`: seconds that backward takes; None:
+    not known.
     """
 
     numel: int
@@ -102,8 +104,11 @@ class Workload:
     tile_bytes: int = 0
     num_slots: int = 1
     chunks: tuple[ChunkSize, ...] = ()
+    parts: tuple[ChunkSize, ...] = ()
+    part_numel: int | None = None
     speculates: bool = False
     stream_tile_numel: int = 1
+    tile_numel: int = 1
     stream_share: float | None = None
     can_mix: bool = False
     backward_s: float | None = None

@@ -147,4 +147,5 @@ class Pipeline:
 
 def part_of(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The elements of a flat parameter that a piece covers."""
-    return flat[piece.param_start : piece.param_start + piece.numel]
+    whole = piece.numel == flat.numel()
+    return flat if whole else flat[piece.param_start : piece.param_start + piece.numel]

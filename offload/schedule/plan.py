@@ -43,6 +43,9 @@ HIDDEN_SHARE = 0.5
 """Of an update on the host that is taken to hide behind backward, where backward's length is not known."""
 
 
+SPARE_SHARE = 0.1
+"""Of a hybrid's state that is pinned beyond what rates say should be streamed: then steps can correct them either way."""
+
 UNMEASURED_SHARE = 0.5
 """Of a hybrid's state that is streamed where neither the user nor rates say how much."""
 
@@ -62,7 +65,9 @@ class ChunkPlan(NamedTuple):
 class Plan:
     """The chosen mode, what it takes (bytes), and the reasons in plain words. ``str()`` is readable.
 
-    `stream_share`, `num_slots`: of a hybrid, the share of host state that is streamed and the device buffers for it.
+    `chunk_numel`: elements beyond which layers are cut into several of `chunks`; None: they are not. `stream_share`,
+    `num_slots`: of a hybrid, the share of host state that is streamed and the device buffers for it. `num_streamed`: of its
+    chunks placed as STREAM, those that are streamed at first, where the balance may move either way; None: all.
     `device_bytes`: what the optimizer itself takes there, in `step()` at the most. `peak_device_bytes`: the same with
     weights and the gradients that are there at that time, and with nothing else (activations are not known). `step_s`:
     expected seconds of the update, hidden or not; None where rates were not measured. `shadow_bytes`, `pins_gradients`:
@@ -77,10 +82,12 @@ class Plan:
     peak_device_bytes: int = 0
     step_s: float | None = None
     chunks: tuple[ChunkPlan, ...] = ()
+    chunk_numel: int | None = None
     shadow_bytes: int = 0
     pins_gradients: bool = False
     stream_share: float | None = None
     num_slots: int = 0
+    num_streamed: int | None = None
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -96,7 +103,7 @@ class Plan:
         moved = sum(now != then for now, then in zip(chunks, self.chunks, strict=True))
         if not moved:
             return self
-        words = f"after the first steps: {moved} streamed chunks are stepped on the host instead"
+        words = f"now: {moved} chunks that could be streamed are stepped on the host"
         return replace(self, chunks=chunks, reasons=(*self.reasons, words))
 
     def __str__(self) -> str:
@@ -239,21 +246,40 @@ def _make(mode: str, workload: Workload, machine: Machine, rates: Rates | None, 
 
 
 def _make_hybrid(workload: Workload, machine: Machine, rates: Rates | None, reason: str) -> Plan:
+    workload = replace(
+        workload,
+        chunks=workload.parts or workload.chunks,
+        tile_bytes=workload.tile_bytes * workload.tile_numel // workload.stream_tile_numel,
+        stream_tile_numel=workload.tile_numel,
+    )
     room = device_room(workload, machine)
     share, found, words = _share(workload, room, rates)
-    placements = place(workload.chunks, share, room)
-    needs = hybrid_needs(workload, machine, placements)
-    made = _plan_of(
-        "hybrid",
-        workload,
-        machine,
-        needs,
-        reasons=(reason, words, *needs.words),
-        step_s=found.step_s if found else None,
-        placements=placements,
-    )
-    slots = num_stream_slots(workload.chunks, placements, workload.stream_tile_numel)
-    return replace(made, stream_share=share, num_slots=slots)
+    measured = found is not None and workload.stream_share is None
+    pinned = min(share + SPARE_SHARE, 1.0) if measured else share
+
+    def pinning(pinned: float) -> Plan:
+        placements = place(workload.chunks, pinned, room)
+        needs = hybrid_needs(workload, machine, placements)
+        made = _plan_of(
+            "hybrid",
+            workload,
+            machine,
+            needs,
+            reasons=(reason, words, *needs.words),
+            step_s=found.step_s if found else None,
+            placements=placements,
+        )
+        movable = placements.count(Placement.STREAM)
+        return replace(
+            made,
+            stream_share=share,
+            num_slots=num_stream_slots(workload.chunks, placements, workload.stream_tile_numel),
+            num_streamed=round(movable * share / pinned) if pinned else 0,
+            chunk_numel=workload.part_numel,
+        )
+
+    made = pinning(pinned)
+    return pinning(share) if _missing(made, machine) else made
 
 
 def _share(workload: Workload, room: int, rates: Rates | None) -> tuple[float, Balance | None, str]:

@@ -43,7 +43,8 @@ from offload.transfer.transport import Ready, Signal, Transport
 __all__ = ["BUFFER_BYTES", "NUM_SLOTS", "StreamStepper", "stream_tile_numel"]
 
 RUNNING_JOBS = 2
-"""Trips that the computing thread may have before it: one that it runs, one next. All others wait in the queue."""
+"""Jobs, of the tiles that one gradient completes, that the computing thread may have before it: one that it runs, one
+next. All others wait in the queue."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class StreamStepper:
         updater: computes on the device; started on the thread that will use it.
         stream: for the updates on a GPU; None: they run on the caller's current stream.
         tile_numel: most elements of a tile.
-        backlog_tiles: tiles whose gradients may be kept alive by early updates that have not ended.
+        trips_ahead: early updates that may be under way on the device; those beyond them wait with the issuing thread.
         fused_sums: see `Stepper`.
         issuer: a worker of this stepper alone, closed with it, whose thread enqueues on a GPU; None: the caller does.
         alone: False where other steppers update other chunks in the same step, so that no failure leaves all as it was.
@@ -88,7 +89,7 @@ class StreamStepper:
         worker: Worker,
         stream: torch.cuda.Stream | None,
         tile_numel: int,
-        backlog_tiles: int,
+        trips_ahead: int,
         flush_denormals: bool,
         fused_sums: bool,
         clock: StageClock,
@@ -96,7 +97,7 @@ class StreamStepper:
         alone: bool = True,
     ) -> None:
         self._transport, self._updater, self._worker, self._clock = transport, updater, worker, clock
-        self._fused_sums, self._backlog_tiles, self._alone = fused_sums, backlog_tiles, alone
+        self._fused_sums, self._trips_ahead, self._alone = fused_sums, trips_ahead, alone
         self._on_gpu = transport.device.type == "cuda"
         self._issuer = issuer if self._on_gpu else None
         self._runner = self._issuer if self._on_gpu else worker
@@ -112,17 +113,23 @@ class StreamStepper:
             updater.rule,
             pin_for=transport.device if self._on_gpu else None,
             touch=fill_zero,
-            tile_numel=stream_tile_numel(tile_numel, 1 + len(updater.rule.state_names)),
+            tile_numel=tile_numel,
         )
         self._changed = False
         self._reset_books()
         try:
             updater.start() if self._on_gpu else worker.call(updater.start)
             if self._issuer is not None:
-                self._issuer.call(transport.attach_thread)
+                self._issuer.call(partial(self._attach, stream))
         except BaseException:
             transport.close()
             raise
+
+    def _attach(self, stream: torch.cuda.Stream | None) -> None:
+        """On the thread that enqueues and does nothing else."""
+        self._transport.attach_thread()
+        if stream is not None:
+            torch.cuda.set_stream(stream)
 
     @property
     def rule(self) -> Rule:
@@ -208,7 +215,7 @@ class StreamStepper:
         self.hold(record, gradient)
         if self._holds:
             return
-        self._arrived[record.index] = self._transport.record_ready()
+        now = self._arrived[record.index] = self._transport.record_ready()
         complete = [
             tile
             for tile, _ in self._state.places[record.index].parts
@@ -217,10 +224,9 @@ class StreamStepper:
         if not complete:
             return
         self._early |= {tile.key: tile for tile in complete}
-        trips = self._step_trips(complete, rows)
+        trips = self._step_trips(complete, rows, now)
         self._let_go(complete)
-        for trip in trips:
-            self._do_later(partial(self._run_early, trip))
+        self._do_later(partial(self._run_early, trips))
 
     def expect(self, chunks: Collection[int]) -> None:
         """At a backward's first update: let state of `chunks` come in, in the order of the last backward."""
@@ -260,7 +266,7 @@ class StreamStepper:
     def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`."""
         tiles = self._waiting_tiles()
-        trips = self._step_trips(tiles, rows)
+        trips = self._step_trips(tiles, rows, self._transport.record_ready())
         self._late += len(tiles)
         if not self._alone:
             self._do_later(lambda: self._conveyor.run(trips))
@@ -290,7 +296,7 @@ class StreamStepper:
                 self._worker.fail(error)
                 raise
 
-    def mark(self) -> Future[Signal]:
+    def mark(self, chunk: int | None = None) -> Future[Signal]:
         """When the weights of all updates submitted so far are written. For steppers with a thread that computes."""
         assert self._runner is not None
         call: Call[Signal] = Call(self._conveyor.mark)
@@ -311,6 +317,11 @@ class StreamStepper:
         call = Call(settle)
         self._runner.submit(call)
         return call.future
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that backward was held up by this stepper since the beginning, where it has a thread of its own."""
+        return 0.0 if self._issuer is None else self._issuer.waited_s
 
     def settle(self) -> None:
         """Block until all tiles have left; unlike `finish`, without waiting for the device's other work."""
@@ -388,20 +399,17 @@ class StreamStepper:
 
     # Trips ------------------------------------------------------------------------------------------------------
 
-    def _step_trips(self, tiles: Sequence[StreamTile], rows: Rows) -> list[Trip]:
-        """Trips that update `tiles` with the gradients that are there now; the weights count as written from here on."""
+    def _step_trips(self, tiles: Sequence[StreamTile], rows: Rows, now: Ready) -> list[Trip]:
+        """Trips that update `tiles` with the gradients that are there `now`; the weights count as written from here on."""
         waiting = {tile.key: self._waiting_in(tile) for tile in tiles}
         params = sorted({tile.tile.pieces[index].param for tile in tiles for index, _ in waiting[tile.key]})
         if not params:
             return []
-        now = self._transport.record_ready()
         trips = []
         for tile in tiles:
-            arrived = [
-                self._arrived[piece.param] for piece in tile.tile.pieces if piece.param in self._arrived
-            ]
+            arrived = (self._arrived.get(piece.param, now) for piece in tile.tile.pieces)
             work = partial(self._update, tile, waiting[tile.key], rows)
-            trips.append(Trip(tile, work, True, self._fused_sums, [now, *arrived]))
+            trips.append(Trip(tile, work, True, self._fused_sums, list(dict.fromkeys([now, *arrived]))))
         for param in params:
             torch.autograd.graph.increment_version(self._state.records[param].param)
         return trips
@@ -444,9 +452,9 @@ class StreamStepper:
             blocks=self._updater.blocks(piece.numel),
         )
 
-    def _run_early(self, trip: Trip) -> None:
-        self._conveyor.run([trip])
-        self._conveyor.reap(self._backlog_tiles)
+    def _run_early(self, trips: Sequence[Trip]) -> None:
+        self._conveyor.run(trips)
+        self._conveyor.reap(self._trips_ahead)
 
     # Threads and errors -----------------------------------------------------------------------------------------
 
@@ -521,4 +529,5 @@ def _index(place: Place) -> int:
 
 
 def _part(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return flat[piece.param_start : piece.param_start + piece.numel]
+    whole = piece.numel == flat.numel()
+    return flat if whole else flat[piece.param_start : piece.param_start + piece.numel]

@@ -9,7 +9,8 @@ ended by then. The copier issues as far ahead as slots allow, while kernels run.
 interpreter time of its own copies between two kernels, and on top of it whatever backward keeps the GIL for: 0.2 of
 1.9 s of an 8 K step of a 4 G model were spent on issuing copies alone.
 
-Jobs are computed, and delivered, in the order in which they were submitted. Two queues are all that the threads share;
+Jobs are computed, and delivered, in the order in which they were taken: that of their submission, but for groups (see
+`backlog`). Two queues are all that the threads share;
 the bound of the first one holds backward up when the host is slow. An error is kept and raised at the next public
 call; after one, jobs are dropped, so that nobody waits for a worker that cannot go on.
 """
@@ -134,6 +135,11 @@ class Worker:
         """Whether the worker cannot go on."""
         return self._outcome.error is not None
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that `submit` has waited for room in the queue since the beginning."""
+        return self._inbox.waited_s
+
     def raise_error(self) -> None:
         """Raise what the worker failed with, if it did.
 
@@ -154,11 +160,17 @@ class Worker:
         """Go no further because of `error`, which another thread met: `raise_error` raises it from now on."""
         self._outcome.fail(error)
 
-    def submit(self, job: Job) -> None:
-        """Queue `job`; blocks while the queue is full. Never raises the worker's errors: hooks call this."""
+    def submit(self, job: Job, *, group: int | None = None, ready: Callable[[], bool] = lambda: True) -> None:
+        """Queue `job`; blocks while the queue is full. Never raises the worker's errors: hooks call this.
+
+        Args:
+            group: jobs that may be taken before earlier ones of other groups, in their own order; None: after all
+                earlier jobs, before all later ones.
+            ready: of a job in a group, whether its copies would not have to wait.
+        """
         if self.failed or self._closed:
             job.drop(self._outcome.error or ClosedError("the optimizer is closed"))
-        elif not self._inbox.put(job, self.timeout_s):
+        elif not self._inbox.put(job, self.timeout_s, group=group, ready=ready):
             error = self._late("took no job")
             self._outcome.fail(error)
             job.drop(error)

@@ -1,6 +1,7 @@
 """Copies on their own CUDA streams.
 
-Two streams, one per direction, because PCIe carries both at once: 96 GB/s against 55 for either alone.
+Two streams, one per direction, because PCIe carries both at once: 96 GB/s against 55 for either alone. Copies and events
+go to the driver without torch, see `offload.driver`: a copy leaves the version of its destination as it is.
 
 Note [Who keeps a crossing tensor alive]
 A gradient is freed in its hook while the copy stream still reads it, and the caching allocator, which knows
@@ -25,8 +26,10 @@ from collections.abc import Sequence
 
 import torch
 
+from offload.driver import NO_CONTEXT, NOT_READY, check, driver
 from offload.errors import ClosedError, ConfigError
 from offload.transfer.deadline import run_within
+from offload.transfer.pinned import is_pinned
 from offload.transfer.transport import Copy, Ready, Signal, Transfer, check_copies, record_time
 
 __all__ = ["CudaTransport"]
@@ -61,11 +64,11 @@ class CudaTransport:
     def attach_thread(self) -> None:
         """Make the calling thread one that issues and waits, tile after tile, and does nothing else on the device.
 
-        Its device, stream and grad mode then belong to this transport, which saves the guards around each call (two
-        thirds of an issue's 26 µs); and it checks no copies, as the host transports do under the same schedule.
+        Its device then belongs to this transport, which saves the guards around each call; and it checks no copies, as the
+        host transports do under the same schedule.
         """
         torch.cuda.set_device(self.device)
-        torch.set_grad_enabled(False)
+        self._to_host.query()  # setting the device need not bind its context to the thread, a call of the runtime does
         self._attached_threads |= {threading.get_ident()}
 
     def record_ready(self) -> Ready:
@@ -86,24 +89,28 @@ class CudaTransport:
         if self._closed:
             raise ClosedError("the transport was closed: no copy can be issued any more")
         if threading.get_ident() in self._attached_threads:
-            torch.cuda.set_stream(stream)
             return self._enqueue(stream, copies, after)
         check_copies(copies)
-        # no_grad: a destination may be a leaf that requires a gradient, and grad mode belongs to the thread.
-        with torch.no_grad(), torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # its device's context is current then
             return self._enqueue(stream, copies, after)
 
     def _enqueue(self, stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
-        """Waits, copies and the end's event, on ``stream``, which is current."""
+        """Waits, copies and the end's event."""
+        handle, num_bytes = stream.cuda_stream, 0
         end = self._end_events.take()
         for ready in after:
             _own(ready).hold_back(stream)
         begun = record_time(stream) if self.is_timing else None
         for dst, src in copies:
-            dst.copy_(src, non_blocking=True)
+            if src.nbytes:
+                to, source = dst.data_ptr(), src.data_ptr()
+                fast = is_pinned(to if stream is self._to_host else source)
+                copy = driver().copy if fast else driver().slow_copy
+                check(copy(to, source, src.nbytes, handle), "a copy")
+                num_bytes += src.nbytes
         times = None if begun is None else (begun, record_time(stream))
         end.record(stream)
-        transfer = Transfer(copies, end, sum(src.nbytes for _, src in copies))
+        transfer = Transfer(copies, end, num_bytes)
         transfer.times = times
         return transfer
 
@@ -156,30 +163,45 @@ class _PooledEvent:
     waits are *enqueued*: a stream waits for the recording that was current at that moment.
     """
 
-    __slots__ = ("_event", "_pool")
+    __slots__ = ("_event", "_handle", "_pool")
 
     def __init__(self, event: torch.cuda.Event, pool: deque[torch.cuda.Event]) -> None:
         self._event = event
+        self._handle = event.cuda_event  # 0 before torch has recorded it once
         self._pool = pool
 
     def __del__(self) -> None:
         self._pool.append(self._event)
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        self._event.record(stream)
+        code = driver().record(self._handle, stream.cuda_stream) if self._handle else NO_CONTEXT
+        if code == NO_CONTEXT:
+            self._event.record(stream)
+            self._handle = self._event.cuda_event
+        else:
+            check(code, "an event")
 
     def hold_back(self, stream: torch.cuda.Stream) -> None:
         """Make ``stream`` wait for the event."""
-        self._event.wait(stream)
+        code = driver().hold_back(stream.cuda_stream, self._handle, 0)
+        if code == NO_CONTEXT:
+            self._event.wait(stream)
+        else:
+            check(code, "a wait")
 
     def query(self) -> bool:
-        return bool(self._event.query())
+        code = driver().query(self._handle)
+        if code == NO_CONTEXT:
+            return bool(self._event.query())
+        if code != NOT_READY:
+            check(code, "a query")
+        return code != NOT_READY
 
     def synchronize(self) -> None:
         self._event.synchronize()
 
     def wait(self) -> None:
-        self._event.wait()
+        self.hold_back(torch.cuda.current_stream())
 
 
 class _EventPool:

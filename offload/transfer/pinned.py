@@ -20,7 +20,7 @@ import torch
 from offload.errors import ClosedError, ConfigError, PinningError
 from offload.transfer.mapping import Mapping, mapped_bytes
 
-__all__ = ["Slab", "Touch", "allocate", "mapped_bytes", "pinned_bytes"]
+__all__ = ["Slab", "Touch", "allocate", "is_pinned", "mapped_bytes", "pinned_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ _registered: dict[int, int] = {}
 def pinned_bytes() -> int:
     """Bytes of all slabs that are registered with CUDA now."""
     return sum(list(_registered.values()))
+
+
+def is_pinned(address: int) -> bool:
+    """Whether the byte at ``address`` lies in a slab that is registered with CUDA now."""
+    return any(start <= address < start + size for start, size in list(_registered.items()))
 
 
 class Slab:

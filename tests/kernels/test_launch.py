@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from offload.driver import NO_CONTEXT
 from offload.errors import KernelError
-from offload.kernels.launch import NO_CONTEXT, Launcher
+from offload.kernels.launch import Launcher
 
 
 class Driver:

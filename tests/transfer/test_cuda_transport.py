@@ -109,7 +109,7 @@ def test_a_stream_that_waits_sees_the_new_weight(
         gate = transport.record_ready()
     version = weight._version
     transfer = transport.issue_to_device([Copy(weight, host)], [gate])
-    assert weight._version > version
+    assert weight._version == version  # whoever submits the copy counts it
     reader = torch.cuda.Stream()
     with torch.cuda.stream(reader):
         if is_awaited:

@@ -85,7 +85,7 @@ def test_a_streaming_step_on_a_device_that_hangs_is_the_last(hanging_device: thr
         worker=worker,
         stream=None,
         tile_numel=1024,
-        backlog_tiles=2,
+        trips_ahead=2,
         flush_denormals=True,
         fused_sums=True,
         clock=StageClock(),
