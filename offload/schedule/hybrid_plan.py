@@ -24,7 +24,7 @@ from offload.schedule.mode_costs import (
 
 __all__ = ["Balance", "at_share", "balance", "device_room", "hybrid_needs", "num_stream_slots", "place"]
 
-MAX_SLOTS = 10
+MAX_SLOTS = 8
 MIN_SLOTS = 4
 
 DEFAULT_DEVICE_SHARE = 0.1
