@@ -103,6 +103,15 @@ class Options:
         return self.config.num_backlog_tiles(overlaps_forward=self.overlap_forward)
 
     @property
+    def rebalances(self) -> bool:
+        """Whether a hybrid's steps correct its shares.
+
+        How far each side is behind at ``step()`` says what to correct, unless it is hidden in the next forward: there the
+        plan stands.
+        """
+        return self.config.stream_share is None and not self.overlap_forward
+
+    @property
     def fused_sums(self) -> bool:
         """Whether updates take the squared sums on their way."""
         return not self.needs_norm_first
@@ -308,7 +317,7 @@ def _make_hybrid_stepper(
         num_streamed=made.num_streamed,
         worker=worker,
         timeout_s=config.timeout_s,
-        rebalances=config.stream_share is None,
+        rebalances=options.rebalances,
         departs=options.overlap_forward,
     )
 
@@ -465,6 +474,7 @@ def _workload(rule: KernelRule, records: Sequence[ParamRecord], options: Options
         stream_tile_numel=stream_tile_numel(config.tile_numel, arrays),
         tile_numel=config.tile_numel,
         stream_share=config.stream_share,
+        rebalances=options.rebalances,
         can_mix=options.backend == "numba" and is_available(),
     )
 

@@ -30,7 +30,7 @@ MIN_SLOTS = 4
 DEFAULT_DEVICE_SHARE = 0.1
 """Of the free device memory that the last chunk of backward may take where the user gives no budget."""
 
-BESIDE_LINK, BESIDE_KERNELS = 0.7, 0.85
+BESIDE_LINK, BESIDE_KERNELS = 0.75, 0.85
 """Of their rates alone that the host kernels reach beside a busy link and backward, and the link beside them: 2.7 of 3.7
 Gparam/s, and 42 of 50 GB/s each way, were measured on a 16-core host. Steps then correct the balance (`balancer`)."""
 
@@ -119,14 +119,15 @@ def place(chunks: Sequence[ChunkSize], share: float, device_numel: int) -> tuple
 
 def device_room(workload: Workload, machine: Machine) -> int:
     """Elements whose state may stay on the device: what the budget leaves beside the buffers, or the last chunk alone."""
-    per_element = 4 * workload.state_arrays
+    per_block = 4 * workload.state_arrays * BLOCK_NUMEL + SUMS_BYTES
     if machine.device_budget is not None:
         buffers = MAX_SLOTS * workload.tile_bytes if machine.has_gpu else 0
-        return max(machine.device_budget - buffers, 0) // per_element
+        return max(machine.device_budget - buffers, 0) * BLOCK_NUMEL // per_block
     order = _last_gradients_first(workload.chunks)
     last = workload.chunks[order[0]].numel if order else 0
     free = machine.free_device_bytes
-    return last if free is None or per_element * last <= DEFAULT_DEVICE_SHARE * free else 0
+    fits = free is None or per_block * last <= DEFAULT_DEVICE_SHARE * free * BLOCK_NUMEL
+    return last if fits else 0
 
 
 def num_stream_slots(chunks: Sequence[ChunkSize], placements: Sequence[Placement], tile_numel: int) -> int:

@@ -88,8 +88,8 @@ class Workload:
     device buffers of chunked-stream. `parts`: the chunks of a hybrid, `part_numel` elements each or a single parameter,
     where those are finer. `speculates`: a wavefront wants a second set of state. `stream_tile_numel`: elements of a tile of
     chunked-stream; `tile_numel`: of all others, a hybrid's streamed ones too. `stream_share`: of a hybrid, where the user
-    fixed it. `can_mix`: whether host and device compute the same bits here. `backward_s`: seconds that backward takes; None:
-    not known.
+    fixed it; `rebalances`: whether steps may correct it. `can_mix`: whether host and device compute the same bits here.
+    `backward_s`: seconds that backward takes; None: not known.
     """
 
     numel: int
@@ -110,6 +110,7 @@ class Workload:
     stream_tile_numel: int = 1
     tile_numel: int = 1
     stream_share: float | None = None
+    rebalances: bool = False
     can_mix: bool = False
     backward_s: float | None = None
 

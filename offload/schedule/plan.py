@@ -254,8 +254,8 @@ def _make_hybrid(workload: Workload, machine: Machine, rates: Rates | None, reas
     )
     room = device_room(workload, machine)
     share, found, words = _share(workload, room, rates)
-    measured = found is not None and workload.stream_share is None
-    pinned = min(share + SPARE_SHARE, 1.0) if measured else share
+    moves = found is not None and workload.rebalances
+    pinned = min(share + SPARE_SHARE, 1.0) if moves else share
 
     def pinning(pinned: float) -> Plan:
         placements = place(workload.chunks, pinned, room)

@@ -213,16 +213,17 @@ def test_either_side_may_be_given_more_than_was_planned() -> None:
 
 
 def test_more_is_pinned_than_is_streamed_at_first() -> None:
-    made = plan("hybrid", WORKLOAD, GPU, RATES)
+    moving = change(WORKLOAD, rebalances=True)
+    made = plan("hybrid", moving, GPU, RATES)
     movable = made.placements.count(Placement.STREAM)
     assert made.num_streamed is not None
     assert made.num_streamed < movable
     assert made.num_streamed / movable == pytest.approx(
         made.stream_share / (made.stream_share + SPARE_SHARE), abs=0.5 / movable
     )
-    fixed = plan("hybrid", change(WORKLOAD, stream_share=0.5), GPU, RATES)
+    fixed = plan("hybrid", WORKLOAD, GPU, RATES)
     assert fixed.num_streamed == fixed.placements.count(Placement.STREAM)
-    tight = plan("hybrid", WORKLOAD, change(GPU, pinned_budget=made.pinned_bytes - 1), RATES)
+    tight = plan("hybrid", moving, change(GPU, pinned_budget=made.pinned_bytes - 1), RATES)
     assert tight.num_streamed == tight.placements.count(Placement.STREAM)
     assert tight.stream_share == made.stream_share
 
