@@ -78,7 +78,9 @@ def test_a_full_backlog_admits_again_when_half_of_it_is_gone(group: int | None) 
     backlog: Backlog[int] = Backlog(4)
     for item in range(4):
         assert backlog.put(item, DEADLINE_S, group=group)
+    assert backlog.waited_s == 0.0
     assert not backlog.put(4, 0.01, group=group)
+    assert backlog.waited_s >= 0.01
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(backlog.put, 4, DEADLINE_S, group=group)
         assert [backlog.take(), backlog.take()] == [0, 1]

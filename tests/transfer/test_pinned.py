@@ -20,7 +20,7 @@ import torch
 from offload.errors import ClosedError, ConfigError, MemoryBudgetError, PinningError
 from offload.transfer import pinned
 from offload.transfer.mapping import HUGE_PAGE_BYTES
-from offload.transfer.pinned import Slab, allocate, mapped_bytes, pinned_bytes
+from offload.transfer.pinned import Slab, allocate, is_pinned, mapped_bytes, pinned_bytes
 
 MIB = 1 << 20
 
@@ -174,6 +174,16 @@ def test_register_is_exact_and_close_undoes_it_before_unmapping(runtime: FakeRun
     assert not runtime.registered
     assert "closed" in repr(slab)
     assert not view.any()
+
+
+def test_an_address_is_pinned_while_its_slab_is_registered(runtime: FakeRuntime) -> None:
+    before = allocate(8192, name="before", pin=False, fallback_pageable=False)
+    slab = allocate(8192, name="test", pin=True, fallback_pageable=False)
+    first = slab.array(np.uint8).ctypes.data
+    assert [is_pinned(first + byte) for byte in (-1, 0, 8191, 8192)] == [False, True, True, False]
+    assert not is_pinned(before.array(np.uint8).ctypes.data)
+    slab.close()
+    assert not is_pinned(first)
 
 
 def test_dropping_a_slab_without_close_unregisters_it(runtime: FakeRuntime) -> None:
