@@ -254,9 +254,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Weights that were written behind the optimizer's back are noticed by themselves at the next backward where
         torch shows the write (``load_state_dict``, ``copy_``, a replaced ``.data``). It does not show writes through
-        ``param.data`` or a detached alias (``param.data.copy_(...)``): call this after those. Nor can a write be told from
-        our own where it falls between the early update of a weight and the end of its step (between backward and ``step()``,
-        or before the next forward with ``overlap_forward``): write weights after `synchronize`, or call this.
+        ``param.data`` or a detached alias (``param.data.copy_(...)``): call this after those. A write that falls between the
+        early update of a weight and the end of its step (between backward and ``step()``, or in flight with
+        ``overlap_forward``) races with ours for the weight; the master follows whichever came last.
 
         Returns:
             The names of the parameters whose masters were taken anew.

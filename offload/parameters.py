@@ -53,8 +53,8 @@ class ParamRecord:
         return ParamSpec(self.index, self.name if self.has_name else None, self.numel, self.kind)
 
     def weight(self) -> torch.Tensor:
-        """The compute weight as a 1-D view in memory order."""
-        local = local_shard(self.param)
+        """The compute weight as a 1-D view in memory order. Writes to it leave the parameter's version alone: `note_write`."""
+        local = peek_shard(self.param).data
         if _form(local) != self.form:
             raise ParameterError(
                 f"{self.name} was {_describe(self.form)} when the optimizer was built and is {_describe(_form(local))} now; "
@@ -88,6 +88,13 @@ class ParamRecord:
     def note_weight(self) -> None:
         """Remember the weight as it is now: masters agree with it."""
         self.seen = self._fingerprint()
+
+    def note_write(self) -> None:
+        """We are about to write the weight: autograd is told; and so are we, unless somebody else has written meanwhile."""
+        is_ours = not self.weight_changed()
+        torch.autograd.graph.increment_version(self.param)
+        if is_ours:
+            self.note_weight()
 
     def weight_changed(self) -> bool:
         """Whether the weight was written or replaced since `note_weight`, as far as torch shows it."""

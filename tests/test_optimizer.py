@@ -25,10 +25,12 @@ from tests.training import (
     adamw,
     assert_matches_reference,
     assert_same_snapshot,
+    assert_weight_is_rounded_master,
     batches,
     hyper_by_name,
     loss_of,
     make_decoder,
+    random_delays,
     snapshot,
     train,
     two_groups,
@@ -305,6 +307,44 @@ def test_f1_resync_after_a_write_that_torch_hides() -> None:
         assert optimizer.resync() == ["head.weight"]
         assert torch.equal(optimizer.state[model.head.weight]["master"], model.head.weight.float())
         assert optimizer.resync() == []
+
+
+def test_f1_a_write_between_backward_and_step_is_told_from_ours(caplog: pytest.LogCaptureFixture) -> None:
+    """The weight has had its early update by then."""
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model) as optimizer:
+        train(model, optimizer, batches(3))
+        loss_of(model, batches(1)[0]).backward()
+        optimizer._engine._stepper.finish()
+        with torch.no_grad():
+            model.head.weight.fill_(0.5)
+        optimizer.step()
+        assert (model.head.weight == 0.5).all()
+        for name, parameter in model.named_parameters():
+            assert_weight_is_rounded_master(optimizer, parameter, name)
+        assert "head.weight" in caplog.text
+        optimizer.zero_grad()
+        caplog.clear()
+        train(model, optimizer, batches(2))
+        assert "changed outside" not in caplog.text
+
+
+def test_our_own_writes_are_never_taken_for_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_lanes(monkeypatch, delay=random_delays(3))
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model) as optimizer:
+        train(model, optimizer, batches(2))
+        followed: list[int] = []
+        load = type(optimizer._engine._stepper).load_weights
+        monkeypatch.setattr(
+            type(optimizer._engine._stepper),
+            "load_weights",
+            lambda self, records, **force: followed.append(len(records)) or load(self, records, **force),
+        )
+        train(model, optimizer, batches(4))
+        assert followed == []
 
 
 def test_weights_loaded_after_the_optimizers_state_keep_their_masters() -> None:

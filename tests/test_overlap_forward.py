@@ -267,6 +267,37 @@ def test_whatever_reads_or_writes_state_completes_the_step_first(
                 assert_weight_is_rounded_master(optimizer, parameter, name)
 
 
+@pytest.mark.parametrize("ours_is_last", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_f1_a_write_while_the_update_is_under_way_is_told_from_ours(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str, ours_is_last: bool
+) -> None:
+    """Weight and master agree afterwards, whoever's write came last."""
+    made = use_lanes(monkeypatch)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with overlapped(model, mode=mode) as optimizer:
+        train(model, optimizer, batches(3))
+        optimizer.synchronize()
+        loss = loss_of(model, batches(1)[0])
+        for lanes in made:
+            lanes.hold("to_device") if ours_is_last else None
+        loss.backward()
+        optimizer.step()
+        assert flight_of(optimizer) is not None
+        if not ours_is_last:
+            optimizer._engine._stepper.settle()
+        with torch.no_grad():
+            model.layers[1].up.weight.fill_(0.5)
+        for lanes in made:
+            lanes.release("to_device") if ours_is_last else None
+        optimizer.synchronize()
+        for name, parameter in model.named_parameters():
+            assert_weight_is_rounded_master(optimizer, parameter, name)
+        assert (model.layers[1].up.weight == 0.5).all() is not ours_is_last
+        assert ("changed outside the optimizer" in caplog.text) is not ours_is_last
+
+
 def test_without_landing_a_reader_sees_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     made = use_lanes(monkeypatch)
     model = make_decoder()

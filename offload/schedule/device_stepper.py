@@ -246,7 +246,7 @@ class DeviceStepper:
         self._rest()
         for record in records:
             store_weight(record.weight(), self._params[record.index].master)
-            torch.autograd.graph.increment_version(record.param)
+            record.note_write()
         self.finish()
 
     @property
@@ -295,7 +295,7 @@ class DeviceStepper:
             for gradient in (tile.grad, tile.acc):
                 if gradient is not None:
                     gradient.record_stream(stream)
-        torch.autograd.graph.increment_version(resident.record.param)
+        resident.record.note_write()
 
     def _run(self, function: Callable[[], None]) -> None:
         """On the current stream; without a GPU, on the thread that computes, after what it has to do."""

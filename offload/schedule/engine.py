@@ -365,8 +365,6 @@ class Engine:
         with self._clock.span("roll back"):
             self._stepper.finish()
             self._stepper.roll_back(restore=restore)
-        for record in self._fired():
-            record.note_weight()
         self._rolled_back = True
         logger.debug("step %d: %s rolled back", self.num_steps + 1, messages.some(applied))
 
@@ -413,9 +411,8 @@ class Engine:
                 self._departing.settle()
         verdict = flight.verdict or self._verdict_of(flight)
         self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
-        for record in flight.written:
-            record.note_weight()
         self.flight = None
+        self._follow([record for record in flight.written if record.weight_changed()])
         seconds, counts = self._clock.take()
         seconds |= {"hook": self._hook_seconds, "exposed": flight.exposed_s}
         if flight.marks:
@@ -687,7 +684,10 @@ class Engine:
     def _take_changed_weights(self) -> None:
         """Weights that somebody else wrote: their masters must follow. Not those that early updates wrote."""
         stepped = self._ledger.is_stepped
-        stale = [r for index, r in self.records.items() if not stepped(index) and r.weight_changed()]
+        self._follow([r for index, r in self.records.items() if not stepped(index) and r.weight_changed()])
+
+    def _follow(self, stale: Sequence[ParamRecord]) -> None:
+        """Take masters anew from weights that somebody else wrote; nothing of ours may be on its way to them."""
         if not stale:
             return
         changed = self._stepper.load_weights(stale)

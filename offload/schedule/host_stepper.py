@@ -208,7 +208,7 @@ class HostStepper:
             plan.aim()
             self._worker.submit(StoreTile(self._pipe, plan, params, after))
         for record in records:
-            torch.autograd.graph.increment_version(record.param)
+            record.note_write()
         self.finish()
 
     @property
@@ -300,7 +300,7 @@ class HostStepper:
         for plan in plans:
             self._worker.submit(StoreTile(self._pipe, plan, params, after))
         for param in params:
-            torch.autograd.graph.increment_version(self._records[param].param)
+            self._records[param].note_write()
         self.finish()
 
     def finish(self) -> None:
@@ -419,7 +419,8 @@ class HostStepper:
                 owner for piece, owner in pairs if any(launch.select[piece.row] for launch in launches)
             ]
         # Here, not where the weight is written: whoever still needs the old one must fail by rule, not by timing.
-        torch.autograd.graph.increment_version(changed)
+        for owner in changed:
+            owner.note_write()
         arrivals = [self._arrived[piece.param] for piece in plan.pieces] if from_device else None
         self._worker.submit(
             StepTile(

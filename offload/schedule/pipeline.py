@@ -61,7 +61,7 @@ class TilePlan:
         self.kind, self.numel = chunk.chunk.kind, tile.numel
         self.pieces = tile.pieces
         self.key = (chunk.chunk.index, tile.index)
-        self.owners = [records[piece.param].param for piece in self.pieces]
+        self.owners = [records[piece.param] for piece in self.pieces]
         everything = np.ones(len(chunk.chunk.spans), np.uint8)
         self.complete = Launch(everything, fresh=True, adds=False)
         self.complete_adding = Launch(everything, fresh=True, adds=True)

@@ -187,7 +187,7 @@ class StreamStepper:
         self.aim(records)
         for record in records:
             store_weight(record.weight(), self._master(record))
-            torch.autograd.graph.increment_version(record.param)
+            record.note_write()
         self.finish()
 
     @property
@@ -411,7 +411,7 @@ class StreamStepper:
             work = partial(self._update, tile, waiting[tile.key], rows)
             trips.append(Trip(tile, work, True, self._fused_sums, list(dict.fromkeys([now, *arrived]))))
         for param in params:
-            torch.autograd.graph.increment_version(self._state.records[param].param)
+            self._state.records[param].note_write()
         return trips
 
     def _update(
