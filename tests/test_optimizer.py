@@ -330,6 +330,31 @@ def test_f1_a_write_between_backward_and_step_is_told_from_ours(caplog: pytest.L
         assert "changed outside" not in caplog.text
 
 
+@pytest.mark.parametrize("mode", ["wavefront", "hybrid", "resident", "chunked-stream"])
+def test_a_graph_that_needs_the_old_weights_fails_by_rule_not_by_timing(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """New weights have not arrived, and autograd knows all the same."""
+    made = use_lanes(monkeypatch)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    options = {"overlap_forward": True, "model": model} if mode in ("wavefront", "hybrid") else {}
+    with adamw(model, mode=mode, **options) as optimizer:
+        train(model, optimizer, batches(3))
+        optimizer.synchronize()
+        older, loss = loss_of(model, batches(2)[1]), loss_of(model, batches(1)[0])
+        held = made if options else []
+        for lanes in held:
+            lanes.hold("to_device")
+        loss.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            older.backward()
+        for lanes in held:
+            lanes.release("to_device")
+        optimizer.zero_grad()
+
+
 def test_our_own_writes_are_never_taken_for_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     use_lanes(monkeypatch, delay=random_delays(3))
     model = make_decoder()

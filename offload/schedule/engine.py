@@ -363,7 +363,6 @@ class Engine:
         if not self.policy.speculative or not applied:
             return
         with self._clock.span("roll back"):
-            self._stepper.finish()
             self._stepper.roll_back(restore=restore)
         self._rolled_back = True
         logger.debug("step %d: %s rolled back", self.num_steps + 1, messages.some(applied))
