@@ -61,7 +61,7 @@ def leave_nothing_to_the_garbage_collector() -> Iterator[None]:
     gc.collect()
 
 
-def hybrid(model: Any, *, share: float | None = 0.5, **options: Any) -> offload.AdamW:
+def hybrid(model: Any, /, *, share: float | None = 0.5, **options: Any) -> offload.AdamW:
     config = {"stream_share": share, **options.pop("config", {})}
     return adamw(model, **{"mode": "hybrid", **options}, config=config)
 
@@ -240,6 +240,18 @@ def test_chunks_change_sides_between_steps_and_no_bit_with_them(
         train(model, optimizer, batches(2), **each)
         assert_matches_reference(model, optimizer, reference)
     assert len({tuple(each.items()) for each in seen}) > len(movable)
+
+
+def test_a_planned_share_stays_where_the_forward_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How late each side is at ``step()`` tells nothing there."""
+    monkeypatch.setattr(HybridStepper, "_note_ends", lambda self: setattr(self, "_ends", (0.0, 1.0)))
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with hybrid(model, share=None, overlap_forward=True, model=model) as optimizer:
+        train(model, optimizer, batches(2))
+        before = placed(optimizer)
+        train(model, optimizer, batches(4))
+        assert placed(optimizer) == before
 
 
 def test_a_share_that_the_user_gave_stays(monkeypatch: pytest.MonkeyPatch) -> None:
