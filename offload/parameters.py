@@ -90,11 +90,9 @@ class ParamRecord:
         self.seen = self._fingerprint()
 
     def note_write(self) -> None:
-        """We are about to write the weight: autograd is told; and so are we, unless somebody else has written meanwhile."""
-        is_ours = not self.weight_changed()
+        """We are about to write the weight: autograd is told, and that it was us is noted."""
         torch.autograd.graph.increment_version(self.param)
-        if is_ours:
-            self.note_weight()
+        self.note_weight()
 
     def weight_changed(self) -> bool:
         """Whether the weight was written or replaced since `note_weight`, as far as torch shows it."""

@@ -355,6 +355,29 @@ def test_a_graph_that_needs_the_old_weights_fails_by_rule_not_by_timing(
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("mode", ["wavefront", "hybrid"])
+def test_f1_an_early_update_starts_from_what_a_hook_wrote_in_the_same_backward(mode: str) -> None:
+    """As an update at ``step()`` would; the embedding's weight is one that backward itself does not need."""
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model, mode=mode) as optimizer:
+        for group in optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
+        train(model, optimizer, batches(3))
+
+        def write(gradient: torch.Tensor) -> None:
+            with torch.no_grad():
+                model.embedding.weight.fill_(0.5)
+
+        handle = model.head.weight.register_hook(write)
+        loss_of(model, batches(1)[0]).backward()
+        handle.remove()
+        optimizer.step()
+        assert optimizer.last_step.early_tiles > 0
+        assert (model.embedding.weight == 0.5).all()
+        assert_weight_is_rounded_master(optimizer, model.embedding.weight, "embedding.weight")
+
+
 def test_our_own_writes_are_never_taken_for_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     use_lanes(monkeypatch, delay=random_delays(3))
     model = make_decoder()

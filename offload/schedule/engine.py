@@ -221,7 +221,10 @@ class Engine:
         elif intake is Intake.HOLD:
             self._stepper.hold(record, gradient)
         else:
-            self._stepper.step_early(record, gradient, self._early_rows())
+            rows = self._early_rows()
+            if record.weight_changed():  # in this very backward pass: a hook did it
+                self._follow([record])
+            self._stepper.step_early(record, gradient, rows)
 
     def _begin(self) -> None:
         """At a step's first gradient: how it is taken; and masters must agree with the weights that made it."""
