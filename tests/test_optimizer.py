@@ -369,7 +369,7 @@ def test_f1_an_early_update_starts_from_what_a_hook_wrote_in_the_same_backward(m
             with torch.no_grad():
                 model.embedding.weight.fill_(0.5)
 
-        handle = model.head.weight.register_hook(write)
+        handle = model.layers[1].up.weight.register_hook(write)  # not the first one
         loss_of(model, batches(1)[0]).backward()
         handle.remove()
         optimizer.step()
