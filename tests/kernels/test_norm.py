@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -86,8 +87,24 @@ def test_the_sum_is_accurate(start_backend: Any) -> None:
     assert abs(add_blocks(tile.sums) - exact) <= 1e-15 * 200 * exact
 
 
-def test_add_blocks_goes_from_left_to_right() -> None:
+def test_add_blocks_adds_halves() -> None:
     sums = np.array([1.0, 1e16, 1.0, -1e16, 3.0])
-    assert add_blocks(sums) == (((1.0 + 1e16) + 1.0) - 1e16) + 3.0
+    before = sums.copy()
+    assert add_blocks(sums) == ((1.0 - 1e16) + 1.0) + (1e16 + 3.0)
     assert add_blocks(sums, 3) == -1e16 + 3.0
+    assert add_blocks(sums, 1, 2) == 1e16
     assert add_blocks(sums, 1, 1) == 0.0
+    assert (sums == before).all()
+
+
+def test_add_blocks_has_the_bits_of_its_definition() -> None:
+    def halves(values: list[float]) -> float:
+        while len(values) > 1:
+            half = (len(values) + 1) // 2
+            values = [a + b for a, b in itertools.zip_longest(values[:half], values[half:], fillvalue=0.0)]
+        return values[0]
+
+    generator = np.random.default_rng(3)
+    for number in (1, 2, 3, 64, 1000, 1023):
+        sums = generator.random(number) * 10.0 ** generator.integers(-8, 8, number)
+        assert add_blocks(sums) == halves(sums.tolist())

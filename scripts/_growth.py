@@ -1,0 +1,35 @@
+"""What steps do to memory, and to their own pace, when many follow each other: where a leak or a drift would show."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+FIRST = 10
+"""Steps before memory is compared: pools grow to the most that was ever in flight."""
+
+
+class Memory(NamedTuple):
+    """Bytes after a step: allocated on the device, pinned, resident in the process."""
+
+    device: int
+    pinned: int
+    host: int
+
+
+def growth(memory: Sequence[Memory], step_s: Sequence[float]) -> dict[str, Any] | None:
+    """Bytes gained from step `FIRST` to the last, and how much slower the last `FIRST` steps are than the first ones.
+
+    None for runs of fewer than twice as many steps.
+    """
+    if len(memory) < 2 * FIRST:
+        return None
+    before, after = memory[FIRST - 1], memory[-1]
+    first, last = (statistics.median(part) for part in (step_s[:FIRST], step_s[-FIRST:]))
+    return {
+        "growth_bytes": {
+            name: now - then for name, now, then in zip(Memory._fields, after, before, strict=True)
+        },
+        "slowdown": last / first - 1.0,
+    }
