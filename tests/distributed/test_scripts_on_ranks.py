@@ -35,23 +35,26 @@ def test_bench_step_under_torchrun(tmp_path: Path) -> None:
 
 def test_experts_under_torchrun(tmp_path: Path) -> None:
     """Sharded by experts, from weights that one process has too; the overlap with the next forward; a sharded checkpoint."""
+    modes = ["offload-resident", "wavefront", "hybrid", "resident"]
     result, printed = bench_step(
-        tmp_path / "out.json", "--model", "tiny-moe", "--layers", "2", "--modes", "offload-resident,wavefront,resident",
-        "--optimizer", "backend=torch", "--optimizer", "overlap_forward=true", "--checkpoint", str(tmp_path / "saved"),
+        tmp_path / "out.json", "--model", "tiny-moe", "--layers", "2", "--modes", ",".join(modes), "--config",
+        "tile_numel=4096", "--config", "stream_share=0.5", "--optimizer", "overlap_forward=true",
+        "--checkpoint", str(tmp_path / "saved"),
     )  # fmt: skip
     assert (result["ranks"], result["layers"], result["layer_plan"]["of"]) == (2, 2, 3)
     assert printed.count("Before the run: 2 of 3 layers") == 1
-    library, wavefront, torch_itself = result["runs"]
+    library, wavefront, hybrid, torch_itself = result["runs"]
     assert wavefront["bit_equal_losses"]
+    assert hybrid["bit_equal_losses"]
     assert torch_itself["losses"] == pytest.approx(library["losses"], rel=1e-4)
     assert library["losses"][-1] < library["losses"][0] - 0.1
     assert library["losses"][0] == pytest.approx(first_loss(layers=2, length=16), abs=1e-5)
     assert [budget["num_threads"] for budget in result["threads"]] == [1, 1]
-    for mode in ("offload-resident", "wavefront"):
-        check = result["checkpoints"][mode]
+    assert list(result["checkpoints"]) == modes[:-1]
+    for mode, check in result["checkpoints"].items():
         assert check["bit_equal"], mode
         assert check["losses"] == check["resumed_losses"]
-    assert result["checkpoints"]["wavefront"]["losses"] == result["checkpoints"]["offload-resident"]["losses"]
+        assert check["losses"] == result["checkpoints"]["wavefront"]["losses"], mode
 
 
 def first_loss(*, layers: int, length: int) -> float:
