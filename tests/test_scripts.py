@@ -120,6 +120,26 @@ def test_bench_step_with_experts_in_all_modes_and_from_a_checkpoint(
         assert (tmp_path / "saved" / mode / ".metadata").is_file()
 
 
+@pytest.mark.gpu
+def test_bench_step_with_experts_on_a_gpu(tmp_path: Path) -> None:
+    """The grouped product in BF16, each mode in its own process, planned by another one that leaves no context behind."""
+    modes = ["resident", "offload-resident", "wavefront", "hybrid"]
+    result = run_script(
+        "bench_step.py", tmp_path / "out.json",
+        "--device", "cuda", "--model", "tiny-moe", "--layers", "auto", "--seq", "256", "--modes", ",".join(modes),
+        "--steps", "5", "--warmup", "3", "--config", "tile_numel=65536", "--optimizer", "overlap_forward=true",
+        "--deterministic", "--checkpoint", str(tmp_path / "saved"),
+    )  # fmt: skip
+    assert result["layer_plan"]["layers"] == result["layer_plan"]["of"] == 3
+    assert result["layer_plan"]["memory"]["device"] > 1 << 30
+    losses = {run["mode"]: run["losses"] for run in result["runs"]}
+    assert losses["offload-resident"] == losses["wavefront"] == losses["hybrid"]
+    assert losses["wavefront"] == pytest.approx(losses["resident"], rel=1e-3)
+    assert all(run["peak_device_bytes"] > 0 for run in result["runs"])
+    assert list(result["checkpoints"]) == modes[1:]
+    assert all(check["bit_equal"] for check in result["checkpoints"].values())
+
+
 def test_a_mode_gets_the_layers_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
