@@ -1,4 +1,4 @@
-"""Decoder language models for the scripts: a byte-level GPT to train, Qwen3's shape to measure.
+"""Decoder language models for the scripts: a byte-level GPT to train, the shapes of Qwen3 and its experts to measure.
 
 Parameters are stored in the dtype they are built or cast to (BF16 in all scripts). On a CPU the arithmetic
 between them is FP32, because most CPUs have no BF16 matrix units and are twenty times slower without:
@@ -9,57 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _experts import SparseMLP
 from _loss import linear_cross_entropy
+from _shapes import DecoderShape
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from offload.distributed import local_shard, shard_of
+
 INIT_STD = 0.02
-
-
-@dataclass(frozen=True)
-class DecoderShape:
-    """Sizes of a decoder with grouped-query attention, gated MLPs and an output head tied to its embedding."""
-
-    num_layers: int
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocabulary: int
-    rope_theta: float = 1e6
-    norm_eps: float = 1e-6
-
-    def with_sizes(self, num_layers: int | None = None, hidden: int | None = None) -> DecoderShape:
-        """The same architecture with other depth or width (MLP and head count scale with the width)."""
-        shape = self if num_layers is None else replace(self, num_layers=num_layers)
-        if hidden is None:
-            return shape
-        num_heads = max(1, hidden * shape.num_heads // shape.hidden)
-        return replace(
-            shape,
-            hidden=hidden,
-            intermediate=hidden * shape.intermediate // shape.hidden,
-            num_heads=num_heads,
-            num_kv_heads=max(1, num_heads * shape.num_kv_heads // shape.num_heads),
-        )
-
-
-SHAPES = {
-    "qwen3-4b": DecoderShape(36, 2560, 9728, 32, 8, 128, 151_936),
-    "qwen3-1.7b": DecoderShape(28, 2048, 6144, 16, 8, 128, 151_936),
-    "qwen3-0.6b": DecoderShape(28, 1024, 3072, 16, 8, 128, 151_936),
-    "tiny": DecoderShape(2, 64, 192, 4, 2, 16, 512),
-    # byte-level GPTs for scripts/train.py
-    "bytes-small": DecoderShape(4, 256, 768, 4, 4, 64, 256, rope_theta=1e4),
-    "bytes-base": DecoderShape(24, 1024, 3072, 16, 16, 64, 256, rope_theta=1e4),
-}
 
 
 class Linear(nn.Linear):
@@ -126,7 +89,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = RMSNorm(shape.hidden, shape.norm_eps)
         self.attention = Attention(shape)
         self.mlp_norm = RMSNorm(shape.hidden, shape.norm_eps)
-        self.mlp = MLP(shape)
+        self.mlp = _mlp_of(shape)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
@@ -157,18 +120,33 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
-class LanguageModel(nn.Module):
-    """A backbone and its tied head; ``forward`` gives the mean next-token loss."""
+class Head(nn.Module):
+    """An output head of its own, with the loss in its forward: FSDP gathers its weight for that alone."""
 
-    def __init__(self, backbone: nn.Module) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape.vocabulary, shape.hidden))
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, self.weight.to(hidden.dtype), targets)
+
+
+class LanguageModel(nn.Module):
+    """A backbone and its head, None where that is tied to the embedding; ``forward`` gives the mean next-token loss."""
+
+    def __init__(self, backbone: nn.Module, head: Head | None = None) -> None:
         super().__init__()
         self.backbone = backbone
+        self.head = head
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         hidden = self.backbone(ids)
-        hidden = getattr(hidden, "last_hidden_state", hidden)
-        head: Any = self.backbone.embed_tokens  # looked up here: fully_shard replaces its weight
-        return linear_cross_entropy(hidden.flatten(0, 1), head.weight.to(hidden.dtype), targets.flatten())
+        hidden = getattr(hidden, "last_hidden_state", hidden).flatten(0, 1)
+        if self.head is not None:
+            loss: Tensor = self.head(hidden, targets.flatten())
+            return loss
+        embedding: Any = self.backbone.embed_tokens  # looked up here: fully_shard replaces its weight
+        return linear_cross_entropy(hidden, embedding.weight.to(hidden.dtype), targets.flatten())
 
 
 def build_model(
@@ -179,22 +157,29 @@ def build_model(
     implementation: str = "auto",
     checkpointing: bool = True,
     seed: int = 0,
+    shard: Callable[[nn.Module], None] = lambda model: None,
 ) -> LanguageModel:
-    """A model with random weights, made on ``device`` in ``dtype``; the same seed gives the same weights.
+    """A model with random weights on ``device``, in ``dtype``; the same seed gives the same weights.
 
-    ``implementation`` is ``plain`` (the modules above), ``transformers`` (its Qwen3), or ``auto``: the
-    latter where the package is installed.
+    Args:
+        implementation: ``plain`` (the modules above), ``transformers`` (its Qwen3, dense shapes only), or ``auto``: the
+            latter where the package is installed and has the shape.
+        shard: divides the model among ranks, before the plain one takes any memory: so it may be larger than a device. The
+            weights are the same on any number of ranks.
     """
     if implementation == "auto":
-        implementation = "transformers" if importlib.util.find_spec("transformers") else "plain"
-    torch.manual_seed(seed)
-    with device, _default_dtype(dtype):
-        if implementation == "transformers":
-            backbone: Any = _transformers_backbone(shape, checkpointing)
-        else:
-            backbone = Decoder(shape, checkpointing=checkpointing)
-            _initialize(backbone)
-    return LanguageModel(backbone).train()
+        found = not shape.num_experts and importlib.util.find_spec("transformers")
+        implementation = "transformers" if found else "plain"
+    if implementation == "transformers":
+        return _build_transformers(shape, device, dtype, checkpointing, seed, shard)
+    with torch.device("meta"), _default_dtype(dtype):
+        model = LanguageModel(
+            Decoder(shape, checkpointing=checkpointing), None if shape.tied else Head(shape)
+        )
+    shard(model)
+    model.to_empty(device=device)
+    _initialize(model, device, seed)
+    return model.train()
 
 
 def implementation_of(model: LanguageModel) -> str:
@@ -204,6 +189,31 @@ def implementation_of(model: LanguageModel) -> str:
 
 def num_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
+
+
+def _mlp_of(shape: DecoderShape) -> nn.Module:
+    if not shape.num_experts:
+        return MLP(shape)
+    return SparseMLP(shape.hidden, shape.num_experts, shape.experts_per_token, shape.expert_intermediate)
+
+
+def _build_transformers(
+    shape: DecoderShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    seed: int,
+    shard: Callable[[nn.Module], None],
+) -> LanguageModel:
+    if shape.num_experts:
+        raise SystemExit(
+            "--implementation transformers: only of dense shapes; this one has experts, take plain"
+        )
+    torch.manual_seed(seed)
+    with device, _default_dtype(dtype):
+        model = LanguageModel(_transformers_backbone(shape, checkpointing))
+    shard(model)
+    return model.train()
 
 
 def _transformers_backbone(shape: DecoderShape, checkpointing: bool) -> nn.Module:
@@ -231,10 +241,17 @@ def _transformers_backbone(shape: DecoderShape, checkpointing: bool) -> nn.Modul
     return backbone
 
 
-def _initialize(backbone: nn.Module) -> None:
-    for parameter in backbone.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=INIT_STD)
+@torch.no_grad()
+def _initialize(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Norms are one. A sharded weight is drawn whole, one at a time, and cut: every rank draws the same."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        full.normal_(std=INIT_STD, generator=generator)
+        local_shard(parameter).copy_(shard_of(full, parameter))
 
 
 @contextlib.contextmanager

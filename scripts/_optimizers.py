@@ -54,6 +54,14 @@ def measure_rates(device: torch.device, threads: int | None) -> Any:
     return importlib.import_module("offload.rates").measured(device, num_threads)
 
 
+def thread_budget(device: torch.device, config: Mapping[str, Any]) -> dict[str, Any]:
+    """How many CPU threads the library takes on this rank, on which CPUs, and why."""
+    budget = importlib.import_module("offload").configure_cpu_optimizer_threads(
+        num_threads=config.get("threads"), numa_bind=config.get("numa_bind", True), device=device
+    )
+    return {**vars(budget), "cpus": sorted(budget.cpus)}
+
+
 def update_seconds(
     mode: str, optimizer: Any, rates: Any, config: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, Any] | None:

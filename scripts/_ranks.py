@@ -9,11 +9,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class World:
                 fully_shard(module)
         for layer in model.backbone.layers:  # type: ignore[union-attr]
             fully_shard(layer)
+        if getattr(model, "head", None) is not None:
+            # Its gradient is then reduced as the first one; backward begins with it, so it is not gathered twice.
+            fully_shard(model.head, reshard_after_forward=False)  # type: ignore[arg-type]
         fully_shard(model)
 
     def mean(self, value: Tensor) -> Tensor:
@@ -47,6 +53,13 @@ class World:
         if self.launched:
             dist.all_reduce(value)
         return value / self.size
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank has, in their order; picklable."""
+        values: list[T] = [value] * self.size
+        if self.launched:
+            dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         if self.launched:

@@ -39,9 +39,10 @@ from _measure import (
     synchronize,
     write_json,
 )
-from _models import SHAPES, LanguageModel, build_model, num_parameters
+from _models import LanguageModel, build_model, num_parameters
+from _one_mode import make_batch, times
 from _optimizers import make_optimizer, pinned_bytes
-from bench_step import make_batch, times
+from _shapes import SHAPES
 
 BASELINE = "resident"
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}

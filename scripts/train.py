@@ -34,10 +34,11 @@ from _measure import (
     synchronize,
     write_json,
 )
-from _models import SHAPES, LanguageModel, build_model, num_parameters
+from _models import LanguageModel, build_model, num_parameters
 from _optimizers import make_optimizer, parse_assignments
 from _progress import progress
 from _ranks import World, join_world
+from _shapes import SHAPES
 from _text import load_text, sample_batch
 from torch import Tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -12,11 +13,15 @@ from typing import Any
 
 import _baseline
 import _loss
+import _published
+import bench_step
 import pytest
 import torch
 import torch.nn.functional as F
-from _models import SHAPES, build_model
+from _models import build_model
 from _optimizers import parse_assignments
+from _ranks import World
+from _shapes import SHAPES
 from _text import load_text, sample_batch
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +77,107 @@ def test_bench_step_compares_modes(tmp_path: Path) -> None:
         assert run["share_of_resident"] > 0
         assert run["host_bytes"] > 0
         assert run["pinned_bytes"] == 0
+
+
+def test_bench_step_with_experts_in_all_modes_and_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts' weights as chunks of their layers, the next forward waiting for them; each mode saved, built anew, loaded."""
+    modes = ["resident", "offload-resident", "wavefront", "hybrid"]
+
+    def run_here(mode: str, args: Any) -> dict[str, Any]:  # kernels are then compiled once
+        return bench_step.measure_mode(argparse.Namespace(**{**vars(args), "worker": mode}), World())
+
+    monkeypatch.setattr(bench_step, "run_in_subprocess", run_here)
+    arguments = [
+        "--device", "cpu", "--model", "tiny-moe", "--layers", "auto", "--seq", "16", "--modes", ",".join(modes),
+        "--steps", "5", "--warmup", "3", "--config", "tile_numel=4096", "--config", "threads=1",
+        "--config", "stream_share=0.5", "--optimizer", "overlap_forward=true", "--checkpoint", str(tmp_path / "saved"),
+        "--json", str(tmp_path / "out.json"),
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *arguments])
+    bench_step.main()
+    result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert (result["layers"], result["implementation"]) == (3, "plain")
+    assert result["layer_plan"]["layers"] == result["layer_plan"]["of"] == 3
+    assert [need["mode"] for need in result["layer_plan"]["needs"]] == modes
+    assert [run["mode"] for run in result["runs"]] == modes
+    losses = {run["mode"]: run["losses"] for run in result["runs"]}
+    assert losses["offload-resident"] == losses["wavefront"] == losses["hybrid"]
+    assert losses["wavefront"] == pytest.approx(losses["resident"], rel=1e-4)
+    assert losses["wavefront"][-1] < losses["wavefront"][0] - 0.1
+    assert "stepped on the device" in result["plans"]["hybrid"]
+    (budget,) = result["threads"]
+    assert budget["num_threads"] == 1
+    assert budget["cpus"]
+    assert list(result["checkpoints"]) == modes[1:]
+    for mode, check in result["checkpoints"].items():
+        assert check["bit_equal"], mode
+        assert check["resumed_losses"] == check["losses"]
+        assert check["losses"][1] != check["losses"][0] < losses[mode][-1]
+        # Weight, master and two moments of each parameter, and little else.
+        assert 14 * result["parameters"] <= check["bytes"] < 20 * result["parameters"]
+        assert (tmp_path / "saved" / mode / ".metadata").is_file()
+
+
+@pytest.mark.gpu
+def test_bench_step_with_experts_on_a_gpu(tmp_path: Path) -> None:
+    """The grouped product in BF16, each mode in its own process, planned by another one that leaves no context behind."""
+    modes = ["resident", "offload-resident", "wavefront", "hybrid"]
+    result = run_script(
+        "bench_step.py", tmp_path / "out.json",
+        "--device", "cuda", "--model", "tiny-moe", "--layers", "auto", "--seq", "256", "--modes", ",".join(modes),
+        "--steps", "5", "--warmup", "3", "--config", "tile_numel=65536", "--optimizer", "overlap_forward=true",
+        "--deterministic", "--checkpoint", str(tmp_path / "saved"),
+    )  # fmt: skip
+    assert result["layer_plan"]["layers"] == result["layer_plan"]["of"] == 3
+    assert result["layer_plan"]["memory"]["device"] > 1 << 30
+    losses = {run["mode"]: run["losses"] for run in result["runs"]}
+    assert losses["offload-resident"] == losses["wavefront"] == losses["hybrid"]
+    assert losses["wavefront"] == pytest.approx(losses["resident"], rel=1e-3)
+    assert all(run["peak_device_bytes"] > 0 for run in result["runs"])
+    assert list(result["checkpoints"]) == modes[1:]
+    assert all(check["bit_equal"] for check in result["checkpoints"].values())
+
+
+def test_a_mode_gets_the_layers_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(bench_step.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--layers", "auto"])
+    args = bench_step.parse_arguments()
+    args.layers = 7
+    assert bench_step.run_in_subprocess("wavefront", args)["runs"][0]["status"] == "error"
+    monkeypatch.setattr(sys, "argv", commands[0][1:])
+    again = bench_step.parse_arguments()
+    assert (again.layers, again.worker) == (7, "wavefront")
+
+
+def test_published_rows_stand_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    runs: list[dict[str, Any]] = [
+        {"mode": mode, "seq": seq, "step_s": seconds, "share_of_resident": share, "peak_device_bytes": 20 << 30}
+        for mode, seq, seconds, share in (
+            ("resident", 8192, 1.5, 1.0), ("hybrid", 8192, 2.0, 0.75), ("hybrid", 65_536, 60.0, None),
+            ("hybrid", 512, 1.0, None),
+        )
+    ]  # fmt: skip
+    published = _published.beside("qwen3-30b-a3b", runs)
+    assert published is not None
+    assert [row["seq"] for row in published["rows"]] == [8192, 65_536]
+    _published.print_beside({"published": published, "ranks": 2, "layers": 6}, runs)
+    title, *_, resident, ours, long, _, stages = capsys.readouterr().out.strip().splitlines()
+    assert title.endswith("this is 6 layers on 2 rank(s):")
+    assert resident.split()[1::2] == ["resident", "8192", "1.500", "1.75", "100.0%", "100%", "20.00", "63.10"]
+    assert ours.split()[1::2] == ["hybrid", "8192", "2.000", "3.96", "75.0%", "44%", "20.00", "17.50"]
+    assert long.split()[1::2] == ["hybrid", "65536", "60.000", "-", "-", "100%", "20.00", "44.90"]
+    assert "kernel 1.86 s" in stages
+    assert _published.beside("qwen3-4b", runs) is None
+    _published.print_beside({"published": None}, runs)
+    assert not capsys.readouterr().out
 
 
 def test_bench_step_records_a_mode_that_fails(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ def workload_of(run: Run, config: OffloadConfig) -> Workload:
         backlog_bytes=(config.num_backlog_tiles() + config.ring_slots) * tile * width + largest * width,
         tile_bytes=4 * (STATE_ARRAYS - (run.dtype == "fp32")) * stream_tile_numel(tile, STATE_ARRAYS),
         num_slots=NUM_SLOTS,
+        stream_tile_numel=stream_tile_numel(tile, STATE_ARRAYS),
+        tile_numel=tile,
         chunks=tuple(ChunkSize(name, numel) for name, numel, _ in _parts(run)),
     )
 
@@ -126,6 +128,8 @@ def activations_of(run: Run) -> Activations:
     kept = shape.num_layers * (per_token * shape.hidden if run.checkpointing else saved)
     # Backward of the MLP has two gradients of its width beside what forward saved; recomputation saves it first.
     gradients = 2 * per_token * shape.active_width(sparse)
+    # Of experts: the gradient of what they give, and those of gate and up, a row for each expert of a token.
+    gradients += 3 * per_token * _routed_width(shape, sparse)
     logits = LOSS_CHUNK_BYTES if run.chunked_loss else run.tokens * shape.vocabulary * LOGIT_BYTES
     return Activations(
         kept_bytes=kept,
@@ -146,7 +150,12 @@ def _saved_width(shape: ModelShape, sparse: bool) -> int:
     attention = 3 * shape.attention_width  # its output; keys and values repeated for the groups
     residuals = 3 * shape.hidden  # outputs of both halves, and the sum between them
     mlp = 4 * shape.active_width(sparse)  # gate, up, activated gate, product
-    return norms + projections + rotated + attention + residuals + mlp
+    return norms + projections + rotated + attention + residuals + mlp + _routed_width(shape, sparse)
+
+
+def _routed_width(shape: ModelShape, sparse: bool) -> int:
+    """Elements of a token's rows where each of its experts has one of its own."""
+    return shape.experts_per_token * shape.hidden * sparse
 
 
 def _unsharded_bytes(run: Run) -> int:

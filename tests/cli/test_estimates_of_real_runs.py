@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _models import SHAPES
+from _shapes import SHAPES
 
 from offload.cli.model_shape import ModelShape, shape_of_config
 from offload.cli.workload import Run, activations_of, arrivals_of, forward_share_of, workload_of
@@ -40,6 +40,9 @@ QWEN3_30B_A3B = {
 #: Of PrimeIntellect-ai/prime-rl, pull request 3234, 8 H200: tokens, seconds resident, seconds offloaded (middles of the
 #: ranges that it gives). A native kernel, 2.04 Gparam/s a rank, a link of 55 GB/s, 3.8 G parameters a rank.
 PUBLISHED = [(8192, 1.75, 3.96), (16384, 5.17, 5.73), (32768, 18.5, 16.05)]
+
+#: Of the same: tokens, peaks of device memory in GiB, resident and offloaded.
+PUBLISHED_PEAKS = [(8192, 63.1, 17.5), (16384, 67.0, 21.5), (32768, 73.7, 29.0), (65536, 90.3, 44.9)]
 
 
 def make_rates(kernel: float, link: float, memory: float = H200_MEMORY) -> Rates:
@@ -119,6 +122,16 @@ def test_published_steps(tokens: int, resident_s: float, offloaded_s: float) -> 
     passes = passes_of(resident_s, workload, rates, forward_share=forward_share_of(run))
     estimate = estimate_step("wavefront", workload, rates, passes, arrivals_of(run))
     assert estimate.step_s == pytest.approx(offloaded_s, rel=0.35)
+
+
+@pytest.mark.parametrize(("tokens", "resident_gib", "offloaded_gib"), PUBLISHED_PEAKS)
+def test_published_device_memory(tokens: int, resident_gib: float, offloaded_gib: float) -> None:
+    run = Run(shape_of_config(QWEN3_30B_A3B), tokens, tokens, ranks=8, chunked_loss=True)
+    workload = workload_of(run, OffloadConfig())
+    for mode, measured_gib in (("resident", resident_gib), ("wavefront", offloaded_gib)):
+        needs = needs_of(mode, workload, MACHINE)
+        peak = device_peak_bytes(PLACEMENTS[mode], needs, workload, activations_of(run))
+        assert peak / 2**30 == pytest.approx(measured_gib, rel=0.15)
 
 
 def test_every_mode_has_an_estimate() -> None:

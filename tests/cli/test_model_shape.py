@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from _models import SHAPES, Decoder, num_parameters
+from _models import Decoder, num_parameters
+from _shapes import SHAPES
 
 from offload.cli.model_shape import ModelShape, read_config, shape_of_config
 from offload.cli.workload import Run, activations_of, arrivals_of, flops_of, forward_share_of, workload_of
