@@ -7,12 +7,14 @@ the only place that knows the difference.
 from __future__ import annotations
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from offload.errors import ParameterError
 
 __all__ = [
+    "awaited",
     "local_gradient",
     "local_shard",
     "matching_shard",
@@ -32,6 +34,14 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 def peek_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The same for whoever only asks for shape, version or address: no new tensor is made, which hooks would feel."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as one with memory: what ``redistribute(async_op=True)`` gives has none (its address is 0).
+
+    Whoever copies by address must wait for the collective itself, which torch's own operations do.
+    """
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def shard_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from offload.distributed import local_shard, peek_shard, shard_like
+from offload.distributed import awaited, local_shard, peek_shard, shard_like
 from offload.errors import GradientError, ParameterError, UnsupportedDtypeError
 from offload.layout import Kind, ParamSpec
 from offload.sources import Source, make_source
@@ -53,7 +53,7 @@ class ParamRecord:
         return ParamSpec(self.index, self.name if self.has_name else None, self.numel, self.kind)
 
     def weight(self) -> torch.Tensor:
-        """The compute weight as a 1-D view in memory order. Writes to it leave the parameter's version alone: `note_write`."""
+        """The compute weight, 1-D in memory order. Writes to it leave the parameter's version alone: `note_write`."""
         local = peek_shard(self.param).data
         if _form(local) != self.form:
             raise ParameterError(
@@ -77,7 +77,7 @@ class ParamRecord:
         Raises:
             GradientError: its dtype, layout, device or shape is not what the parameter's weight calls for.
         """
-        local, weight = peek_shard(gradient), peek_shard(self.param)
+        local, weight = awaited(peek_shard(gradient)), peek_shard(self.param)
         self._check_gradient(local, weight)
         if local.stride() != weight.stride() or not _is_dense(local):
             local = torch.empty_strided(

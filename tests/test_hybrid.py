@@ -112,6 +112,13 @@ def test_tiles_and_delays_change_no_bit(
     run(6, accumulation_steps=accumulation_steps, config=config)
 
 
+@pytest.mark.parametrize("share", SHARES)
+def test_layers_cut_into_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    monkeypatch.setattr(assembly, "HYBRID_CHUNK_NUMEL", 2048)
+    use_lanes(monkeypatch, delay=random_delays(5), poison={"to_host"})
+    run(4, share=share, config={"tile_numel": 1024, "ring_slots": 2})
+
+
 def test_every_placement_steps_inside_backward() -> None:
     model = make_decoder()
     offload.cast_compute_weights(model, keep_fp32="norm")

@@ -64,7 +64,7 @@ class Backlog(Generic[T]):
         self._depth = depth
         self._items: _Waiting[T] = _Waiting()
         self._reports: deque[T] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer, which may run while an item is taken, puts the last one
         self._not_empty = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
         self._full = False

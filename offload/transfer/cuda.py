@@ -174,7 +174,8 @@ class _PooledEvent:
         self._pool.append(self._event)
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        code = driver().record(self._handle, stream.cuda_stream) if self._handle else NO_CONTEXT
+        direct = self._handle and _is_told_apart(stream)
+        code = driver().record(self._handle, stream.cuda_stream) if direct else NO_CONTEXT
         if code == NO_CONTEXT:
             self._event.record(stream)
             self._handle = self._event.cuda_event
@@ -183,7 +184,8 @@ class _PooledEvent:
 
     def hold_back(self, stream: torch.cuda.Stream) -> None:
         """Make ``stream`` wait for the event."""
-        code = driver().hold_back(stream.cuda_stream, self._handle, 0)
+        direct = _is_told_apart(stream)
+        code = driver().hold_back(stream.cuda_stream, self._handle, 0) if direct else NO_CONTEXT
         if code == NO_CONTEXT:
             self._event.wait(stream)
         else:
@@ -201,7 +203,9 @@ class _PooledEvent:
         self._event.synchronize()
 
     def wait(self) -> None:
-        self.hold_back(torch.cuda.current_stream())
+        self.hold_back(
+            torch.cuda.current_stream(self._event.device)
+        )  # the thread's device may be another one
 
 
 class _EventPool:
@@ -218,6 +222,11 @@ class _EventPool:
         except IndexError:
             event = torch.cuda.Event(blocking=self._blocking)
         return _PooledEvent(event, self._idle)
+
+
+def _is_told_apart(stream: torch.cuda.Stream) -> bool:
+    """Whether its handle says to the driver which stream it is: a default stream's is 0 on every device."""
+    return stream.cuda_stream != 0 or stream.device.index == torch.cuda.current_device()
 
 
 def _block_on(signal: Signal) -> None:

@@ -86,3 +86,18 @@ def test_a_full_backlog_admits_again_when_half_of_it_is_gone(group: int | None) 
         assert [backlog.take(), backlog.take()] == [0, 1]
         assert late.result(DEADLINE_S)
     assert [backlog.take() for _ in range(3)] == [2, 3, 4]
+
+
+def test_a_finalizer_may_put_while_an_item_is_taken() -> None:
+    """Closing a forgotten optimizer does, on the thread that takes; it must not wait for itself."""
+    backlog: Backlog[str] = Backlog(4)
+    was_put: list[bool] = []
+
+    def ready() -> bool:
+        was_put.append(backlog.put("end", 0.1))
+        return True
+
+    backlog.put("item", 0.1, group=0, ready=ready)
+    assert backlog.take() == "item"
+    assert was_put == [True]
+    assert backlog.take() == "end"
