@@ -68,7 +68,9 @@ def driver() -> Driver:
     try:
         return Driver("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError as error:
-        raise KernelError(f"the CUDA driver's library cannot be opened: {error}") from error
+        raise KernelError(
+            f"the CUDA driver's library cannot be opened: {error} (GPUs of other makers are not supported)"
+        ) from error
 
 
 def check(code: int, what: str) -> None:

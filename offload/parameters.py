@@ -53,14 +53,26 @@ class ParamRecord:
         return ParamSpec(self.index, self.name if self.has_name else None, self.numel, self.kind)
 
     def weight(self) -> torch.Tensor:
-        """The compute weight, 1-D in memory order. Writes to it leave the parameter's version alone: `note_write`."""
-        local = peek_shard(self.param).data
-        if _form(local) != self.form:
+        """The compute weight as a 1-D view in memory order. Writes to it leave the parameter's version alone: `note_write`.
+
+        Raises:
+            ParameterError: it is not what it was when the optimizer was built.
+        """
+        self.require_form()
+        return flat_view(peek_shard(self.param).data, self.name)
+
+    def require_form(self) -> None:
+        """Raise where the weight was converted, resized or freed: its state no longer fits.
+
+        Raises:
+            ParameterError: with what it was and what it is.
+        """
+        form = _form(peek_shard(self.param))
+        if form != self.form:
             raise ParameterError(
-                f"{self.name} was {_describe(self.form)} when the optimizer was built and is {_describe(_form(local))} now; "
+                f"{self.name} was {_describe(self.form)} when the optimizer was built and is {_describe(form)} now; "
                 "its state no longer fits. Convert or resize the model first, then build the optimizer"
             )
-        return flat_view(local, self.name)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """A view of the flat range `flat` with the parameter's shape, strides and sharding."""
@@ -90,9 +102,13 @@ class ParamRecord:
         self.seen = self._fingerprint()
 
     def note_write(self) -> None:
-        """We are about to write the weight: autograd is told, and that it was us is noted."""
+        """We are about to write the weight, or a part of it: autograd is told; and so are we, unless somebody else has
+        written since.
+        """
+        is_ours = not self.weight_changed()
         torch.autograd.graph.increment_version(self.param)
-        self.note_weight()
+        if is_ours:
+            self.note_weight()
 
     def weight_changed(self) -> bool:
         """Whether the weight was written or replaced since `note_weight`, as far as torch shows it."""

@@ -378,6 +378,26 @@ def test_f1_an_early_update_starts_from_what_a_hook_wrote_in_the_same_backward(m
         assert_weight_is_rounded_master(optimizer, model.embedding.weight, "embedding.weight")
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_that_is_freed_between_backward_and_step_can_come_back(mode: str) -> None:
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model, mode=mode) as optimizer:
+        train(model, optimizer, batches(3))
+        loss_of(model, batches(1)[0]).backward()
+        optimizer._engine._stepper.finish()
+        weight, data = model.head.weight, model.head.weight.data
+        weight.data = torch.empty(0, dtype=torch.bfloat16)
+        with pytest.raises(ParameterError, match=r"head.weight was .* and is .* now"):
+            optimizer.step()
+        weight.data = data
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, batches(1))
+        for name, parameter in model.named_parameters():
+            assert_weight_is_rounded_master(optimizer, parameter, name)
+
+
 def test_our_own_writes_are_never_taken_for_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     use_lanes(monkeypatch, delay=random_delays(3))
     model = make_decoder()

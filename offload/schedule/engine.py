@@ -293,6 +293,8 @@ class Engine:
             self._hyper.check(messages.some(self._applied))
         self._note_short_step()
         self._take_changed_weights()
+        for record in self._fired():
+            record.require_form()
         self._changing = "step()"
         verdict = None
         if self.policy.needs_norm_first:

@@ -91,7 +91,8 @@ class CudaTransport:
         if threading.get_ident() in self._attached_threads:
             return self._enqueue(stream, copies, after)
         check_copies(copies)
-        with torch.cuda.stream(stream):  # its device's context is current then
+        with torch.cuda.stream(stream):
+            stream.query()  # a call of the runtime makes the context current, which the driver needs
             return self._enqueue(stream, copies, after)
 
     def _enqueue(self, stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
