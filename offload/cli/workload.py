@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from offload.assembly import HYBRID_CHUNK_NUMEL
+from offload.cli.chunks import chunk_sizes, stages
 from offload.cli.model_shape import ModelShape
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.schedule.memory_estimate import Activations
-from offload.schedule.mode_costs import ChunkSize, Workload
+from offload.schedule.mode_costs import ChunkSize, Placement, Workload
 from offload.schedule.step_estimate import Arrival
 from offload.schedule.stream_stepper import NUM_SLOTS, stream_tile_numel
 from offload.transfer.ring import Ring
@@ -17,6 +20,7 @@ __all__ = [
     "DTYPE_BYTES",
     "Run",
     "activations_of",
+    "arrivals_at",
     "arrivals_of",
     "flops_of",
     "forward_share_of",
@@ -51,6 +55,7 @@ class Run:
     chunked_loss: bool = False
     accumulation_steps: int = 1
     holds_gradients: bool = False
+    overlap_forward: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequence", "ranks", "accumulation_steps"):
@@ -67,8 +72,12 @@ class Run:
         return DTYPE_BYTES[self.dtype]
 
 
-def workload_of(run: Run, config: OffloadConfig) -> Workload:
-    """What one rank keeps and moves."""
+def workload_of(run: Run, config: OffloadConfig, *, backward_s: float | None = None) -> Workload:
+    """What one rank keeps and moves, as `assembly` has it of real parameters on a GPU.
+
+    Args:
+        backward_s: seconds, where an estimate is to go by them; the optimizer does not know them when it is built.
+    """
     numel, width = _local(run.shape.numel, run), run.width
     tile = config.tile_numel
     largest = _local(run.shape.embedding_numel, run)
@@ -81,11 +90,30 @@ def workload_of(run: Run, config: OffloadConfig) -> Workload:
         accumulates=run.accumulation_steps > 1,
         weight_bytes=width * numel,
         own_master_numel=numel if run.dtype == "fp32" else 0,
-        backlog_bytes=(config.num_backlog_tiles() + config.ring_slots) * tile * width + largest * width,
+        backlog_bytes=(_backlog_tiles(run, config) + config.ring_slots) * tile * width + largest * width,
         tile_bytes=4 * (STATE_ARRAYS - (run.dtype == "fp32")) * stream_tile_numel(tile, STATE_ARRAYS),
         num_slots=NUM_SLOTS,
-        chunks=tuple(ChunkSize(name, numel) for name, numel, _ in _parts(run)),
+        chunks=_chunks(run, tile, None),
+        parts=_chunks(run, tile, HYBRID_CHUNK_NUMEL),
+        part_numel=HYBRID_CHUNK_NUMEL,
+        speculates=run.holds_gradients,  # as clip="auto" does where host memory allows
+        stream_tile_numel=stream_tile_numel(tile, STATE_ARRAYS),
+        tile_numel=tile,
+        stream_share=config.stream_share,
+        rebalances=config.stream_share is None and not run.overlap_forward,
+        can_mix=True,
+        backward_s=backward_s,
     )
+
+
+def _chunks(run: Run, tile_numel: int, chunk_numel: int | None) -> tuple[ChunkSize, ...]:
+    return chunk_sizes(
+        run.shape, ranks=run.ranks, dtype=run.dtype, tile_numel=tile_numel, chunk_numel=chunk_numel
+    )
+
+
+def _backlog_tiles(run: Run, config: OffloadConfig) -> int:
+    return config.num_backlog_tiles(overlaps_forward=run.overlap_forward)
 
 
 def arrivals_of(run: Run) -> tuple[Arrival, ...]:
@@ -93,13 +121,29 @@ def arrivals_of(run: Run) -> tuple[Arrival, ...]:
 
     A tied head is complete only with the embedding.
     """
+    ends = _ends(run)
+    return tuple(Arrival(numel, ends[name]) for name, numel, _ in _parts(run))
+
+
+def arrivals_at(
+    run: Run, chunks: Sequence[ChunkSize], placements: Sequence[Placement]
+) -> tuple[Arrival, ...]:
+    """The same of chunks that go where `placements` say. A chunk is complete with its first parameter's gradient."""
+    ends, stage = _ends(run), stages(run.shape)
+    order = sorted(zip(chunks, placements, strict=True), key=lambda each: -each[0].first_param)
+    arrivals = [Arrival(chunk.numel, ends[stage[chunk.first_param]], placement) for chunk, placement in order]
+    return tuple(sorted(arrivals, key=lambda each: each.at))
+
+
+def _ends(run: Run) -> Mapping[str, float]:
+    """By part, the share of backward after which its gradient is complete."""
     parts = _parts(run)
     total = sum(flops for _, _, flops in parts)
-    done, arrivals = 0.0, []
-    for _, numel, flops in parts:
+    done, ends = 0.0, {}
+    for name, _, flops in parts:
         done += flops
-        arrivals.append(Arrival(numel, min(1.0, done / total)))
-    return tuple(arrivals)
+        ends[name] = min(1.0, done / total)
+    return ends
 
 
 def flops_of(run: Run) -> tuple[float, float]:

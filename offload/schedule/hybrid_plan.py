@@ -22,7 +22,17 @@ from offload.schedule.mode_costs import (
     gib,
 )
 
-__all__ = ["Balance", "at_share", "balance", "device_room", "hybrid_needs", "num_stream_slots", "place"]
+__all__ = [
+    "BESIDE_KERNELS",
+    "BESIDE_LINK",
+    "Balance",
+    "at_share",
+    "balance",
+    "device_room",
+    "hybrid_needs",
+    "num_stream_slots",
+    "place",
+]
 
 MAX_SLOTS = 8
 MIN_SLOTS = 4

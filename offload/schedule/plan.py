@@ -34,7 +34,17 @@ from offload.schedule.mode_costs import (
     needs_of,
 )
 
-__all__ = ["ChunkPlan", "ChunkSize", "Machine", "Placement", "Plan", "Workload", "needs_rates", "plan"]
+__all__ = [
+    "ChunkPlan",
+    "ChunkSize",
+    "Machine",
+    "Placement",
+    "Plan",
+    "Workload",
+    "draft",
+    "needs_rates",
+    "plan",
+]
 
 DEVICE_SHARE = 0.5
 """Of the free device memory that optimizer state may take where no budget is given: activations need the rest."""
@@ -140,6 +150,11 @@ def plan(requested: str, workload: Workload, machine: Machine, rates: Rates | No
     for limit in _limits(made, machine):
         limit.require(made.mode)
     return made
+
+
+def draft(mode: str, workload: Workload, machine: Machine, rates: Rates | None = None) -> Plan:
+    """What `mode`, which is not ``"auto"``, would be here, whether it fits or not: for estimates."""
+    return _make(mode, workload, machine, rates, f"{mode} was asked for")
 
 
 def needs_rates(requested: str, workload: Workload, machine: Machine) -> bool:
