@@ -55,6 +55,9 @@ def plan(
         int | None, typer.Option(help="Tokens of one sequence; all of them by default.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and gradients: bf16 or fp32.")] = "bf16",
+    reduce_dtype: Annotated[
+        str | None, typer.Option(help="Of FSDP's reductions: bf16 or fp32; as --dtype by default.")
+    ] = None,
     checkpointing: Annotated[bool, typer.Option(help="Activation checkpointing, a layer at a time.")] = True,
     chunked_loss: Annotated[
         bool, typer.Option(help="A loss that never holds all logits (Liger and the like).")
@@ -120,6 +123,7 @@ def plan(
         accumulation_steps,
         clipping,
         overlap_forward,
+        reduce_dtype,
     )
     options = OffloadConfig(stream_share=stream_share)
     notes: list[str] = []

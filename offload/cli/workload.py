@@ -44,7 +44,8 @@ LOGIT_BYTES = 2 + 4 + 4 + 4
 @dataclass(frozen=True)
 class Run:
     """What is to be run. `ranks` share the parameters (FSDP); `tokens` are those of one rank's backward pass, in
-    sequences of `sequence`. `chunked_loss`: whether the loss avoids holding all logits."""
+    sequences of `sequence`. `chunked_loss`: whether the loss avoids holding all logits. `reduce_dtype`: of FSDP's
+    reductions, as in its ``MixedPrecisionPolicy``; None: `dtype`."""
 
     shape: ModelShape
     tokens: int
@@ -56,6 +57,7 @@ class Run:
     accumulation_steps: int = 1
     holds_gradients: bool = False
     overlap_forward: bool = False
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequence", "ranks", "accumulation_steps"):
@@ -63,8 +65,9 @@ class Run:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.sequence > self.tokens:
             raise ConfigError(f"sequence={self.sequence} is longer than tokens={self.tokens}")
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPE_BYTES)}")
+        for name, dtype in (("dtype", self.dtype), ("reduce_dtype", self.reduce_dtype or self.dtype)):
+            if dtype not in DTYPE_BYTES:
+                raise ConfigError(f"{name}={dtype!r} is unknown; choose one of {', '.join(DTYPE_BYTES)}")
 
     @property
     def width(self) -> int:
@@ -168,14 +171,16 @@ def activations_of(run: Run) -> Activations:
     sparse = shape.num_sparse_layers > 0
     saved = per_token * _saved_width(shape, sparse)
     kept = shape.num_layers * (per_token * shape.hidden if run.checkpointing else saved)
-    # Backward of the MLP has two gradients of its width beside what forward saved; recomputation saves it first.
-    gradients = 2 * per_token * shape.active_width(sparse)
+    # Backward of the MLP has two gradients of its width beside what forward saved; recomputation saves it first. That of the
+    # sum over a token's experts has two of what these give, one before and one after it is weighted.
+    gradients = 2 * per_token * max(shape.active_width(sparse), _routed_width(shape, sparse))
     logits = LOSS_CHUNK_BYTES if run.chunked_loss else run.tokens * shape.vocabulary * LOGIT_BYTES
     return Activations(
         kept_bytes=kept,
         layer_bytes=gradients + (saved if run.checkpointing else 0),
         loss_bytes=min(logits, run.tokens * shape.vocabulary * LOGIT_BYTES),
-        head_gradient_bytes=_local(shape.embedding_numel, run) * run.width,
+        head_gradient_bytes=(shape.embedding_numel if shape.tied else _local(shape.embedding_numel, run))
+        * run.width,
         unsharded_bytes=_unsharded_bytes(run),
     )
 
@@ -190,15 +195,28 @@ def _saved_width(shape: ModelShape, sparse: bool) -> int:
     attention = 3 * shape.attention_width  # its output; keys and values repeated for the groups
     residuals = 3 * shape.hidden  # outputs of both halves, and the sum between them
     mlp = 4 * shape.active_width(sparse)  # gate, up, activated gate, product
-    return norms + projections + rotated + attention + residuals + mlp
+    routed = 2 * _routed_width(shape, sparse)  # what the experts get and what they give
+    return norms + projections + rotated + attention + residuals + mlp + routed
+
+
+def _routed_width(shape: ModelShape, sparse: bool) -> int:
+    """Elements of a token's copies, one for each of its experts."""
+    return shape.experts_per_token * shape.hidden if sparse else 0
 
 
 def _unsharded_bytes(run: Run) -> int:
-    """FSDP gathers the layer in use and the next one, and has one layer's whole gradient before it is scattered."""
+    """What FSDP2 has of whole layers (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, in backward).
+
+    The weights of the layer in use; the gathered buffer of the next one; this one's gradients; and, until the next layer's
+    gradients are complete, the buffer from which those of the layer before were reduced, in the dtype of reductions. The
+    group that holds the head is not resharded after forward.
+    """
     if run.ranks == 1:
         return 0
-    layer = max(run.shape.layer_numel(sparse=sparse) for sparse in {run.shape.num_sparse_layers > 0, False})
-    return 3 * layer * run.width
+    shape = run.shape
+    layer = max(shape.layer_numel(sparse=sparse) for sparse in {shape.num_sparse_layers > 0, False})
+    reduced = DTYPE_BYTES[run.reduce_dtype or run.dtype]
+    return (3 * run.width + reduced) * layer + run.width * shape.embedding_numel
 
 
 def _parts(run: Run) -> list[tuple[str, int, float]]:

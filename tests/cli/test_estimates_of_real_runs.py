@@ -60,6 +60,9 @@ QWEN3_30B_A3B = {
 #: ranges that it gives). A native kernel, 2.04 Gparam/s a rank, a link of 55 GB/s, 3.8 G parameters a rank.
 PUBLISHED = [(8192, 1.75, 3.96), (16384, 5.17, 5.73), (32768, 18.5, 16.05)]
 
+#: Of the same runs: tokens, peak of device memory in GiB, resident and offloaded.
+PUBLISHED_MEMORY = [(8192, 63.1, 17.5), (16384, 67.0, 21.5), (32768, 73.7, 29.0), (65536, 90.3, 44.9)]
+
 
 def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"h200-{name}.json").read_text(encoding="utf-8"))
@@ -206,6 +209,15 @@ def test_published_steps(tokens: int, resident_s: float, offloaded_s: float) -> 
     passes = passes_of(resident_s, workload, rates, forward_share=forward_share_of(run))
     estimate = estimate_step("wavefront", workload, rates, passes, arrivals_of(run))
     assert estimate.step_s == pytest.approx(offloaded_s, rel=0.35)
+
+
+@pytest.mark.parametrize(("tokens", "resident_gib", "offloaded_gib"), PUBLISHED_MEMORY)
+def test_published_memory(tokens: int, resident_gib: float, offloaded_gib: float) -> None:
+    """Reductions are FP32 there by default (``reduce_dtype`` of its model configuration), logits never whole."""
+    run = Run(shape_of_config(QWEN3_30B_A3B), tokens, tokens, ranks=8, chunked_loss=True, reduce_dtype="fp32")
+    rows = {row.mode: row for row in mode_rows(run, config=OffloadConfig(), budgets={})}
+    assert rows["resident"].device_bytes / 2**30 == pytest.approx(resident_gib, rel=0.15)
+    assert rows["wavefront"].device_bytes / 2**30 == pytest.approx(offloaded_gib, rel=0.15)
 
 
 def test_every_mode_has_an_estimate() -> None:
