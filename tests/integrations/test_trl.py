@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with a tiny random Llama, against a plain loop over the same micro-batches. Not in CI: TRL brings much."""
+"""TRL's SFTTrainer with a tiny random Llama, against a plain loop over the same micro-batches. TRL is not in CI."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.integrations.plain import assert_same_weights, assert_trained, in_ste
 from tests.integrations.test_transformers import (  # noqa: E402
     ACCUMULATION,
     BATCH,
-    OPTIONS,
     FIRST_COUNTED,
+    OPTIONS,
     batches,
     examples,
     make_llama,
