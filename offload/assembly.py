@@ -48,7 +48,7 @@ from offload.transfer.inline import InlineTransport
 from offload.transfer.ring import Ring
 from offload.transfer.transport import Transport
 
-__all__ = ["EARLY_MODES", "Options", "assemble", "make_transport"]
+__all__ = ["EARLY_MODES", "HYBRID_CHUNK_NUMEL", "Options", "assemble", "make_transport"]
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,9 @@ from offload.errors import ConfigError, ParameterError, UnsupportedDtypeError
 
 __all__ = ["Masters", "cast_compute_weights"]
 
+CASTABLE = (torch.float32, torch.bfloat16)
+"""Dtypes of parameters: the first is cast, the second is what it is cast to, and left."""
+
 
 class Masters(Mapping[str, torch.Tensor]):
     """FP32 values of cast parameters on the CPU, by qualified name; hand it to the optimizer as ``masters=``."""
@@ -73,7 +76,7 @@ def cast_compute_weights(
 
     Raises:
         ConfigError: `dtype` is neither; `keep_fp32` is no regular expression.
-        UnsupportedDtypeError: a parameter is on the meta device.
+        UnsupportedDtypeError: a parameter is on the meta device, or one that is to be trained is neither FP32 nor BF16.
         ParameterError: a parameter is sharded already.
     """
     if dtype not in (torch.bfloat16, torch.float32):
@@ -82,6 +85,7 @@ def cast_compute_weights(
     masters = Masters()
     if dtype is torch.float32:
         return masters
+    _require_castable(model)
     chosen = {name: p for name, p in model.named_parameters() if p.dtype is torch.float32 and not keep(name)}
     for name, parameter in chosen.items():
         if isinstance(parameter, DTensor):
@@ -97,6 +101,19 @@ def cast_compute_weights(
         masters.add(name, parameter, parameter.detach().to("cpu", copy=True))
         parameter.data = parameter.data.to(dtype)
     return masters
+
+
+def _require_castable(model: torch.nn.Module) -> None:
+    """An FP16 model would be left as it is, without a word. Frozen parameters may have any dtype."""
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    other = {name: dtype for name, dtype in trained.items() if dtype not in CASTABLE}
+    if other:
+        name, dtype = next(iter(other.items()))
+        raise UnsupportedDtypeError(
+            f"{name} is {dtype}, as {len(other)} of {len(trained)} trained parameters are neither torch.float32 nor "
+            "torch.bfloat16: there are no FP32 values of it to keep. Load the model in FP32 (dtype=torch.float32), or "
+            "convert it with model.float() first"
+        )
 
 
 def _predicate(keep_fp32: str | Callable[[str], bool] | None) -> Callable[[str], bool]:

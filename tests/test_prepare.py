@@ -135,6 +135,18 @@ def test_a_failure_leaves_the_model_as_it_was(keep_fp32: object) -> None:
     assert dtypes(model) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_model_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    """It was left as it is, and nothing said so before the optimizer refused it, if it did."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).to(dtype))
+    with pytest.raises(UnsupportedDtypeError, match=rf"^1\.weight is {dtype}, as 2 of 4 .* model\.float\(\)"):
+        cast_compute_weights(model)
+    assert model[0].weight.dtype is torch.float32
+    model[1].requires_grad_(False)
+    assert set(cast_compute_weights(model)) == {"0.weight", "0.bias"}
+    assert model[1].weight.dtype is dtype
+
+
 def test_a_meta_parameter_is_named() -> None:
     with pytest.raises(UnsupportedDtypeError, match="weight is on the meta device"):
         cast_compute_weights(torch.nn.Linear(2, 2, device="meta"))

@@ -55,12 +55,22 @@ def plan(
         int | None, typer.Option(help="Tokens of one sequence; all of them by default.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and gradients: bf16 or fp32.")] = "bf16",
+    reduce_dtype: Annotated[
+        str | None, typer.Option(help="Of FSDP's reductions: bf16 or fp32; as --dtype by default.")
+    ] = None,
     checkpointing: Annotated[bool, typer.Option(help="Activation checkpointing, a layer at a time.")] = True,
     chunked_loss: Annotated[
         bool, typer.Option(help="A loss that never holds all logits (Liger and the like).")
     ] = False,
     accumulation_steps: Annotated[int, typer.Option(help="Backward passes per step.")] = 1,
     clipping: Annotated[bool, typer.Option(help="Whether gradients are clipped by their norm.")] = False,
+    overlap_forward: Annotated[
+        bool, typer.Option(help="Of wavefront and hybrid: the next forward overlaps the update.")
+    ] = False,
+    stream_share: Annotated[
+        float | None,
+        typer.Option(help="Of hybrid, as in OffloadConfig: the host's state that is streamed; else planned."),
+    ] = None,
     device_budget: Annotated[
         str | None,
         typer.Option(help="Of one GPU, for everything on it, as 80GiB; this machine's by default."),
@@ -112,7 +122,10 @@ def plan(
         chunked_loss,
         accumulation_steps,
         clipping,
+        overlap_forward,
+        reduce_dtype,
     )
+    options = OffloadConfig(stream_share=stream_share)
     notes: list[str] = []
     rates = _rates(kernel_rate, link_rate, device_memory_rate, notes)
     passes = _passes(run, rates, resident_step, forward_share, device_rate, notes)
@@ -121,7 +134,7 @@ def plan(
         "host": None if host_budget is None else parse_bytes(host_budget),
         "pinned": None if pinned_budget is None else parse_bytes(pinned_budget),
     }
-    rows = mode_rows(run, config=OffloadConfig(), budgets=budgets, rates=rates, passes=passes)
+    rows = mode_rows(run, config=options, budgets=budgets, rates=rates, passes=passes)
     advice = recommend(rows)
     if as_json:
         typer.echo(json.dumps(_as_dict(run, rates, passes, budgets, rows, advice, notes), indent=1))
@@ -270,6 +283,8 @@ def _print(run: Run, rows: list[ModeRow], advice: Recommendation, notes: list[st
     for row in rows:
         for name, number in row.missing.items():
             console.print(f"- {row.mode} lacks {as_gib(number)} GiB of {name} memory", highlight=False)
+        for words in row.words:
+            console.print(f"- {row.mode}: {words}", highlight=False)
     for note in notes:
         console.print(f"- {note}", highlight=False)
 

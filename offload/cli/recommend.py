@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from offload.cli.hybrid import hybrid_estimate
 from offload.cli.units import as_gib
 from offload.cli.workload import Run, activations_of, arrivals_of, workload_of
 from offload.config import OffloadConfig
 from offload.rates import Rates
 from offload.schedule.memory_estimate import device_peak_bytes
-from offload.schedule.mode_costs import PLACEMENTS, Machine, cost_of, needs_of
+from offload.schedule.mode_costs import (
+    PLACEMENTS,
+    Machine,
+    Needs,
+    Placement,
+    Workload,
+    cost_of,
+    needs_of,
+)
 from offload.schedule.plan import HIDDEN_SHARE
-from offload.schedule.step_estimate import Passes, estimate_step
+from offload.schedule.step_estimate import Passes, StepEstimate, estimate_step
 
 __all__ = ["ModeRow", "Recommendation", "mode_rows", "recommend"]
 
@@ -25,7 +34,7 @@ the one with the least device memory."""
 class ModeRow:
     """One mode. Bytes of one rank; seconds; None: not known.
 
-    `missing`: by budget, the bytes that it lacks; empty where the mode fits.
+    `words`: what else there is to say. `missing`: by budget, the bytes that it lacks; empty where the mode fits.
     """
 
     mode: str
@@ -36,6 +45,7 @@ class ModeRow:
     exposed_s: float | None = None
     update_s: float | None = None
     share_of_resident: float | None = None
+    words: tuple[str, ...] = ()
     missing: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -60,40 +70,65 @@ def mode_rows(
     rates: Rates | None = None,
     passes: Passes | None = None,
 ) -> list[ModeRow]:
-    """All modes that have one placement each, in the order of the documentation.
+    """All modes but ``auto``, in the order of the documentation.
 
     Args:
         budgets: bytes of one rank by ``device``, ``host`` and ``pinned``; the device's are for everything on it.
         rates: without them no times are given.
         passes: forward and backward; without them the update's time alone is given.
     """
-    workload, activations = workload_of(run, config), activations_of(run)
-    machine = Machine(device="cuda", free_device_bytes=budgets.get("device"), available_host_bytes=1 << 62)
+    workload, machine = workload_of(run, config), _machine(run, config, budgets)
     arrivals = arrivals_of(run)
     rows: list[ModeRow] = []
-    # A mode that mixes placements is one more entry: its own needs, and arrivals that name a placement each.
     for mode, placement in PLACEMENTS.items():
-        needs = needs_of(mode, workload, machine)
-        takes = {
-            "device": device_peak_bytes(placement, needs, workload, activations),
-            "host": needs.host,
-            "pinned": needs.pinned,
-        }
-        row = ModeRow(mode, takes["device"], takes["host"], takes["pinned"], missing=_missing(takes, budgets))
+        row = _row(mode, placement, needs_of(mode, workload, machine), run, workload, budgets)
         if rates is not None and passes is not None:
-            step = estimate_step(mode, workload, rates, passes, arrivals)
-            base = rows[0].step_s if rows and rows[0].mode == "resident" else step.step_s
-            row = replace(
-                row,
-                step_s=step.step_s,
-                exposed_s=step.exposed_s,
-                update_s=step.update_s,
-                share_of_resident=None if base is None else base / step.step_s,
+            overlaps = run.overlap_forward and mode == "wavefront"
+            row = _timed(
+                row, estimate_step(mode, workload, rates, passes, arrivals, overlaps_forward=overlaps)
             )
         elif rates is not None:
             row = replace(row, update_s=cost_of(mode, workload, rates))
         rows.append(row)
-    return rows
+    hybrid = hybrid_estimate(run, config, machine, rates, passes)
+    row = _row("hybrid", Placement.HOST, hybrid.needs, run, workload, budgets)
+    row = replace(row, update_s=hybrid.update_s, words=hybrid.words)
+    rows.append(row if hybrid.step is None else _timed(row, hybrid.step))
+    base = rows[0].step_s
+    return [replace(row, share_of_resident=base and row.step_s and base / row.step_s) for row in rows]
+
+
+def _machine(run: Run, config: OffloadConfig, budgets: Mapping[str, int | None]) -> Machine:
+    """A GPU that holds the weights already, as when the optimizer is built."""
+    device = budgets.get("device")
+    weights = workload_of(run, config).weight_bytes
+    return Machine(
+        device="cuda",
+        free_device_bytes=None if device is None else max(device - weights, 0),
+        available_host_bytes=1 << 62,
+        host_budget=budgets.get("host"),
+        pinned_budget=budgets.get("pinned"),
+    )
+
+
+def _row(
+    mode: str,
+    placement: Placement,
+    needs: Needs,
+    run: Run,
+    workload: Workload,
+    budgets: Mapping[str, int | None],
+) -> ModeRow:
+    takes = {
+        "device": device_peak_bytes(placement, needs, workload, activations_of(run)),
+        "host": needs.host,
+        "pinned": needs.pinned,
+    }
+    return ModeRow(mode, takes["device"], takes["host"], takes["pinned"], missing=_missing(takes, budgets))
+
+
+def _timed(row: ModeRow, step: StepEstimate) -> ModeRow:
+    return replace(row, step_s=step.step_s, exposed_s=step.exposed_s, update_s=step.update_s)
 
 
 def _missing(takes: Mapping[str, int], budgets: Mapping[str, int | None]) -> dict[str, int]:
@@ -103,7 +138,7 @@ def _missing(takes: Mapping[str, int], budgets: Mapping[str, int | None]) -> dic
 
 def recommend(rows: Sequence[ModeRow]) -> Recommendation:
     """The fastest that fits; where times are not known, the one that exposes least of its update, half of a wavefront's
-    taken to be hidden; without rates, resident before wavefront before the others."""
+    (a hybrid's too) taken to be hidden; without rates, resident before wavefront before the others."""
     fitting = [row for row in rows if row.fits]
     if not fitting:
         closest = min(rows, key=lambda row: sum(row.missing.values()))
@@ -123,7 +158,7 @@ def _costs(row: ModeRow) -> float:
     if row.step_s is not None:
         return row.step_s
     if row.update_s is not None:
-        return row.update_s * (HIDDEN_SHARE if row.mode == "wavefront" else 1.0)
+        return row.update_s * (HIDDEN_SHARE if row.mode in ("wavefront", "hybrid") else 1.0)
     return {"resident": 1.0, "wavefront": 2.0, "chunked-stream": 3.0}.get(row.mode, 4.0)
 
 
@@ -133,7 +168,14 @@ def _reason(chosen: ModeRow, leanest: ModeRow, rows: Sequence[ModeRow], fitting:
     if resident is not None and not resident.fits:
         words.append(f"resident lacks {_lacks(resident)}")
     if chosen.step_s is not None:
-        words.append(f"of the {len(fitting)} modes that fit, it has the shortest step, {chosen.step_s:.2f} s")
+        among = f"of the {len(fitting)} modes that fit, it has"
+        shortest = min(fitting, key=_costs)
+        if chosen is shortest:
+            words.append(f"{among} the shortest step, {chosen.step_s:.2f} s")
+        else:
+            words.append(
+                f"{among} a step as short as {shortest.mode}'s within {SAME_SHARE:.0%}, {chosen.step_s:.2f} s"
+            )
     elif chosen.update_s is not None:
         words.append(f"of the {len(fitting)} modes that fit, it exposes least of its update")
     else:

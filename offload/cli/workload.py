@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from offload.assembly import HYBRID_CHUNK_NUMEL
+from offload.cli.chunks import chunk_sizes, stages
 from offload.cli.model_shape import ModelShape
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.schedule.memory_estimate import Activations
-from offload.schedule.mode_costs import ChunkSize, Workload
+from offload.schedule.mode_costs import ChunkSize, Placement, Workload
 from offload.schedule.step_estimate import Arrival
 from offload.schedule.stream_stepper import NUM_SLOTS, stream_tile_numel
 from offload.transfer.ring import Ring
@@ -17,6 +20,7 @@ __all__ = [
     "DTYPE_BYTES",
     "Run",
     "activations_of",
+    "arrivals_at",
     "arrivals_of",
     "flops_of",
     "forward_share_of",
@@ -40,7 +44,8 @@ LOGIT_BYTES = 2 + 4 + 4 + 4
 @dataclass(frozen=True)
 class Run:
     """What is to be run. `ranks` share the parameters (FSDP); `tokens` are those of one rank's backward pass, in
-    sequences of `sequence`. `chunked_loss`: whether the loss avoids holding all logits."""
+    sequences of `sequence`. `chunked_loss`: whether the loss avoids holding all logits. `reduce_dtype`: of FSDP's
+    reductions, as in its ``MixedPrecisionPolicy``; None: `dtype`."""
 
     shape: ModelShape
     tokens: int
@@ -51,6 +56,8 @@ class Run:
     chunked_loss: bool = False
     accumulation_steps: int = 1
     holds_gradients: bool = False
+    overlap_forward: bool = False
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequence", "ranks", "accumulation_steps"):
@@ -58,8 +65,9 @@ class Run:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.sequence > self.tokens:
             raise ConfigError(f"sequence={self.sequence} is longer than tokens={self.tokens}")
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPE_BYTES)}")
+        for name, dtype in (("dtype", self.dtype), ("reduce_dtype", self.reduce_dtype or self.dtype)):
+            if dtype not in DTYPE_BYTES:
+                raise ConfigError(f"{name}={dtype!r} is unknown; choose one of {', '.join(DTYPE_BYTES)}")
 
     @property
     def width(self) -> int:
@@ -67,8 +75,12 @@ class Run:
         return DTYPE_BYTES[self.dtype]
 
 
-def workload_of(run: Run, config: OffloadConfig) -> Workload:
-    """What one rank keeps and moves."""
+def workload_of(run: Run, config: OffloadConfig, *, backward_s: float | None = None) -> Workload:
+    """What one rank keeps and moves, as `assembly` has it of real parameters on a GPU.
+
+    Args:
+        backward_s: seconds, where an estimate is to go by them; the optimizer does not know them when it is built.
+    """
     numel, width = _local(run.shape.numel, run), run.width
     tile = config.tile_numel
     largest = _local(run.shape.embedding_numel, run)
@@ -81,13 +93,30 @@ def workload_of(run: Run, config: OffloadConfig) -> Workload:
         accumulates=run.accumulation_steps > 1,
         weight_bytes=width * numel,
         own_master_numel=numel if run.dtype == "fp32" else 0,
-        backlog_bytes=(config.num_backlog_tiles() + config.ring_slots) * tile * width + largest * width,
+        backlog_bytes=(_backlog_tiles(run, config) + config.ring_slots) * tile * width + largest * width,
         tile_bytes=4 * (STATE_ARRAYS - (run.dtype == "fp32")) * stream_tile_numel(tile, STATE_ARRAYS),
         num_slots=NUM_SLOTS,
+        chunks=_chunks(run, tile, None),
+        parts=_chunks(run, tile, HYBRID_CHUNK_NUMEL),
+        part_numel=HYBRID_CHUNK_NUMEL,
+        speculates=run.holds_gradients,  # as clip="auto" does where host memory allows
         stream_tile_numel=stream_tile_numel(tile, STATE_ARRAYS),
         tile_numel=tile,
-        chunks=tuple(ChunkSize(name, numel) for name, numel, _ in _parts(run)),
+        stream_share=config.stream_share,
+        rebalances=config.stream_share is None and not run.overlap_forward,
+        can_mix=True,
+        backward_s=backward_s,
     )
+
+
+def _chunks(run: Run, tile_numel: int, chunk_numel: int | None) -> tuple[ChunkSize, ...]:
+    return chunk_sizes(
+        run.shape, ranks=run.ranks, dtype=run.dtype, tile_numel=tile_numel, chunk_numel=chunk_numel
+    )
+
+
+def _backlog_tiles(run: Run, config: OffloadConfig) -> int:
+    return config.num_backlog_tiles(overlaps_forward=run.overlap_forward)
 
 
 def arrivals_of(run: Run) -> tuple[Arrival, ...]:
@@ -95,13 +124,29 @@ def arrivals_of(run: Run) -> tuple[Arrival, ...]:
 
     A tied head is complete only with the embedding.
     """
+    ends = _ends(run)
+    return tuple(Arrival(numel, ends[name]) for name, numel, _ in _parts(run))
+
+
+def arrivals_at(
+    run: Run, chunks: Sequence[ChunkSize], placements: Sequence[Placement]
+) -> tuple[Arrival, ...]:
+    """The same of chunks that go where `placements` say. A chunk is complete with its first parameter's gradient."""
+    ends, stage = _ends(run), stages(run.shape)
+    order = sorted(zip(chunks, placements, strict=True), key=lambda each: -each[0].first_param)
+    arrivals = [Arrival(chunk.numel, ends[stage[chunk.first_param]], placement) for chunk, placement in order]
+    return tuple(sorted(arrivals, key=lambda each: each.at))
+
+
+def _ends(run: Run) -> Mapping[str, float]:
+    """By part, the share of backward after which its gradient is complete."""
     parts = _parts(run)
     total = sum(flops for _, _, flops in parts)
-    done, arrivals = 0.0, []
-    for _, numel, flops in parts:
+    done, ends = 0.0, {}
+    for name, _, flops in parts:
         done += flops
-        arrivals.append(Arrival(numel, min(1.0, done / total)))
-    return tuple(arrivals)
+        ends[name] = min(1.0, done / total)
+    return ends
 
 
 def flops_of(run: Run) -> tuple[float, float]:
@@ -126,16 +171,16 @@ def activations_of(run: Run) -> Activations:
     sparse = shape.num_sparse_layers > 0
     saved = per_token * _saved_width(shape, sparse)
     kept = shape.num_layers * (per_token * shape.hidden if run.checkpointing else saved)
-    # Backward of the MLP has two gradients of its width beside what forward saved; recomputation saves it first.
-    gradients = 2 * per_token * shape.active_width(sparse)
-    # Of experts: the gradient of what they give, and those of gate and up, a row for each expert of a token.
-    gradients += 3 * per_token * _routed_width(shape, sparse)
+    # Backward of the MLP has two gradients of its width beside what forward saved; recomputation saves it first. That of the
+    # sum over a token's experts has two of what these give, one before and one after it is weighted.
+    gradients = 2 * per_token * max(shape.active_width(sparse), _routed_width(shape, sparse))
     logits = LOSS_CHUNK_BYTES if run.chunked_loss else run.tokens * shape.vocabulary * LOGIT_BYTES
     return Activations(
         kept_bytes=kept,
         layer_bytes=gradients + (saved if run.checkpointing else 0),
         loss_bytes=min(logits, run.tokens * shape.vocabulary * LOGIT_BYTES),
-        head_gradient_bytes=_local(shape.embedding_numel, run) * run.width,
+        head_gradient_bytes=(shape.embedding_numel if shape.tied else _local(shape.embedding_numel, run))
+        * run.width,
         unsharded_bytes=_unsharded_bytes(run),
     )
 
@@ -150,20 +195,28 @@ def _saved_width(shape: ModelShape, sparse: bool) -> int:
     attention = 3 * shape.attention_width  # its output; keys and values repeated for the groups
     residuals = 3 * shape.hidden  # outputs of both halves, and the sum between them
     mlp = 4 * shape.active_width(sparse)  # gate, up, activated gate, product
-    return norms + projections + rotated + attention + residuals + mlp + _routed_width(shape, sparse)
+    routed = 2 * _routed_width(shape, sparse)  # what the experts get and what they give
+    return norms + projections + rotated + attention + residuals + mlp + routed
 
 
 def _routed_width(shape: ModelShape, sparse: bool) -> int:
-    """Elements of a token's rows where each of its experts has one of its own."""
-    return shape.experts_per_token * shape.hidden * sparse
+    """Elements of a token's copies, one for each of its experts."""
+    return shape.experts_per_token * shape.hidden if sparse else 0
 
 
 def _unsharded_bytes(run: Run) -> int:
-    """FSDP gathers the layer in use and the next one, and has one layer's whole gradient before it is scattered."""
+    """What FSDP2 has of whole layers (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, in backward).
+
+    The weights of the layer in use; the gathered buffer of the next one; this one's gradients; and, until the next layer's
+    gradients are complete, the buffer from which those of the layer before were reduced, in the dtype of reductions. The
+    group that holds the head is not resharded after forward.
+    """
     if run.ranks == 1:
         return 0
-    layer = max(run.shape.layer_numel(sparse=sparse) for sparse in {run.shape.num_sparse_layers > 0, False})
-    return 3 * layer * run.width
+    shape = run.shape
+    layer = max(shape.layer_numel(sparse=sparse) for sparse in {shape.num_sparse_layers > 0, False})
+    reduced = DTYPE_BYTES[run.reduce_dtype or run.dtype]
+    return (3 * run.width + reduced) * layer + run.width * shape.embedding_numel
 
 
 def _parts(run: Run) -> list[tuple[str, int, float]]:

@@ -22,7 +22,17 @@ from offload.schedule.mode_costs import (
     gib,
 )
 
-__all__ = ["Balance", "at_share", "balance", "device_room", "hybrid_needs", "num_stream_slots", "place"]
+__all__ = [
+    "BESIDE_KERNELS",
+    "BESIDE_LINK",
+    "Balance",
+    "at_share",
+    "balance",
+    "device_room",
+    "hybrid_needs",
+    "num_stream_slots",
+    "place",
+]
 
 MAX_SLOTS = 8
 MIN_SLOTS = 4
@@ -171,17 +181,21 @@ def hybrid_needs(workload: Workload, machine: Machine, placements: Sequence[Plac
     else:
         waiting += min(workload.backlog_bytes, last)
     words = [
-        f"{sizes[placement] / 1e6:.1f} M parameters: {placement.value} ({gib(state[placement])})"
+        f"{_count(sizes[placement])} parameters: "
+        f"{placement.words() if machine.has_gpu else placement.words_without_gpu()} ({gib(state[placement])})"
         for placement in Placement
     ]
-    words.append(
-        f"pinned: streamed state {gib(state[stream] + sums[stream])}, rings {gib(workload.ring_bytes)}; "
-        f"{slots} device buffers of {gib(workload.tile_bytes)}"
-    )
+    pinned_words = f"streamed state {gib(state[stream] + sums[stream])}, rings {gib(workload.ring_bytes)}; "
     if not machine.has_gpu:
+        words.append(f"{pinned_words}{slots} buffers of {gib(workload.tile_bytes)}")
         return Needs(0, on_host + on_device + kept, 0, 0, tuple(words))
+    words.append(f"pinned: {pinned_words}{slots} device buffers of {gib(workload.tile_bytes)}")
     words.append(f"gradients on the device at a time, at most: {gib(kept + waiting)}")
     return Needs(on_device, on_host, pinned, kept + waiting, tuple(words))
+
+
+def _count(numel: int) -> str:
+    return f"{numel / 1e6:.1f} M" if numel >= 10**5 else f"{numel:,}"
 
 
 def _last_gradients_first(chunks: Sequence[ChunkSize]) -> list[int]:

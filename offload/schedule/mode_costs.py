@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -36,6 +36,18 @@ class Placement(Enum):
     HOST = "state on the host, stepped there"
     STREAM = "state on the host, stepped on the device"
     DEVICE = "state on the device, stepped there"
+
+    def words(self) -> str:
+        """For a plan."""
+        return self.value
+
+    def words_without_gpu(self) -> str:
+        """The same where the host plays the device's part."""
+        return {
+            Placement.HOST: "stepped where its state is",
+            Placement.STREAM: "state copied into buffers, stepped there, and copied back",
+            Placement.DEVICE: "stepped where its state is, as a device would",
+        }[self]
 
 
 PLACEMENTS = {
@@ -174,7 +186,8 @@ def needs_of(mode: str, workload: Workload, machine: Machine) -> Needs:
     if placement is Placement.DEVICE and machine.has_gpu:
         gradients = workload.gradient_bytes + workload.accumulator_bytes
         return Needs(workload.state_bytes, 0, 0, gradients)
-    return _host_needs(workload, machine)
+    early = placement is Placement.HOST
+    return _host_needs(replace(workload, speculates=early and workload.speculates), machine)
 
 
 def _host_needs(workload: Workload, machine: Machine) -> Needs:
@@ -230,7 +243,8 @@ def _stream_needs(mode: str, workload: Workload, machine: Machine) -> Needs:
         how = f"{number} tile{'s' * (number > 1)} of it at a time"
     state = workload.stream_bytes + workload.sums_bytes
     gradients = workload.gradient_bytes + workload.accumulator_bytes
-    words = [f"host memory: state {gib(state)}; device buffers {gib(buffers)}, {how}"]
+    whose = "device buffers" if machine.has_gpu else "buffers"
+    words = [f"host memory: state {gib(state)}; {whose} {gib(buffers)}, {how}"]
     if workload.own_master_numel:
         words.append(
             f"FP32 weights are their own masters: {gib(4 * workload.own_master_numel)} less to keep and to move"
@@ -295,4 +309,10 @@ def cost_of(mode: str, workload: Workload, rates: Rates) -> float:
 
 def gib(num_bytes: int) -> str:
     """An amount of memory in words."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+    if num_bytes >= 2**28:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return (
+        f"{num_bytes / 2**20:.1f} MiB"
+        if num_bytes >= 2**17 or not num_bytes
+        else f"{num_bytes / 2**10:.1f} KiB"
+    )

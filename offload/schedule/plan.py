@@ -34,7 +34,17 @@ from offload.schedule.mode_costs import (
     needs_of,
 )
 
-__all__ = ["ChunkPlan", "ChunkSize", "Machine", "Placement", "Plan", "Workload", "needs_rates", "plan"]
+__all__ = [
+    "ChunkPlan",
+    "ChunkSize",
+    "Machine",
+    "Placement",
+    "Plan",
+    "Workload",
+    "draft",
+    "needs_rates",
+    "plan",
+]
 
 DEVICE_SHARE = 0.5
 """Of the free device memory that optimizer state may take where no budget is given: activations need the rest."""
@@ -68,6 +78,7 @@ class Plan:
     `chunk_numel`: elements beyond which layers are cut into several of `chunks`; None: they are not. `stream_share`,
     `num_slots`: of a hybrid, the share of host state that is streamed and the device buffers for it. `num_streamed`: of its
     chunks placed as STREAM, those that are streamed at first, where the balance may move either way; None: all.
+    `on_cpu`: there is no device; what would be on one is in host memory, too, and nothing is pinned.
     `device_bytes`: what the optimizer itself takes there, in `step()` at the most. `peak_device_bytes`: the same with
     weights and the gradients that are there at that time, and with nothing else (activations are not known). `step_s`:
     expected seconds of the update, hidden or not; None where rates were not measured. `shadow_bytes`, `pins_gradients`:
@@ -88,6 +99,7 @@ class Plan:
     stream_share: float | None = None
     num_slots: int = 0
     num_streamed: int | None = None
+    on_cpu: bool = False
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -108,7 +120,9 @@ class Plan:
 
     def __str__(self) -> str:
         amounts = (
-            f"device {gib(self.device_bytes)}, host {gib(self.host_bytes)}, pinned {gib(self.pinned_bytes)}"
+            f"host {gib(self.host_bytes)} (no GPU: all is in host memory, nothing is pinned)"
+            if self.on_cpu
+            else f"device {gib(self.device_bytes)}, host {gib(self.host_bytes)}, pinned {gib(self.pinned_bytes)}"
         )
         lines = [f"mode {self.mode}: {amounts}", *(f"  - {reason}" for reason in self.reasons)]
         if self.peak_device_bytes:
@@ -119,7 +133,11 @@ class Plan:
         if self.step_s is not None:
             lines.append(f"  - expected update: {1e3 * self.step_s:.0f} ms a step")
         counts = Counter(chunk.placement for chunk in self.chunks)
-        lines += [f"  - {number} chunks: {placement.value}" for placement, number in counts.items()]
+        place = Placement.words_without_gpu if self.on_cpu else Placement.words
+        lines += [
+            f"  - {number} chunk{'s' * (number != 1)}: {place(placement)}"
+            for placement, number in counts.items()
+        ]
         return "\n".join(lines)
 
 
@@ -140,6 +158,11 @@ def plan(requested: str, workload: Workload, machine: Machine, rates: Rates | No
     for limit in _limits(made, machine):
         limit.require(made.mode)
     return made
+
+
+def draft(mode: str, workload: Workload, machine: Machine, rates: Rates | None = None) -> Plan:
+    """What `mode`, which is not ``"auto"``, would be here, whether it fits or not: for estimates."""
+    return _make(mode, workload, machine, rates, f"{mode} was asked for")
 
 
 def needs_rates(requested: str, workload: Workload, machine: Machine) -> bool:
@@ -295,7 +318,7 @@ def _share(workload: Workload, room: int, rates: Rates | None) -> tuple[float, B
         return (
             UNMEASURED_SHARE,
             None,
-            f"no rates are known: {UNMEASURED_SHARE:.0%} of the host's state is streamed",
+            f"{UNMEASURED_SHARE:.0%} of the host's state is streamed: no rates are known",
         )
     found = balance(numel, rates=rates, backward_s=workload.backward_s, **crossing)
     words = (
@@ -330,6 +353,7 @@ def _plan_of(
             ChunkPlan(chunk.name, chunk.numel, placement)
             for chunk, placement in zip(workload.chunks, placements, strict=True)
         ),
+        on_cpu=not machine.has_gpu,
         shadow_bytes=needs.shadow,
         pins_gradients=needs.pins_gradients,
     )

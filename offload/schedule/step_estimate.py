@@ -2,7 +2,7 @@
 
 Forward and backward are given; what is added is the update. In a wavefront it runs beside backward: tiles become ready
 as gradients arrive, pass the link, the host kernel and the link again, and each of the three works on one tile at a
-time. A step ends when the last tile is back.
+time. A step ends when the last tile is back; where the next forward overlaps the update, it need not be back before that.
 
 Nothing here is fitted: bytes per element come from the formats, rates from measurements.
 """
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from offload.errors import ConfigError
 from offload.rates import UPDATE_BYTES, Rates
+from offload.schedule.hybrid_plan import BESIDE_KERNELS, BESIDE_LINK
 from offload.schedule.mode_costs import Placement, Workload, cost_of
 
 __all__ = ["Arrival", "Passes", "StepEstimate", "estimate_step", "finish_of_wavefront", "passes_of"]
@@ -79,21 +80,33 @@ def passes_of(resident_step_s: float, workload: Workload, rates: Rates, *, forwa
 
 
 def estimate_step(
-    mode: str, workload: Workload, rates: Rates, passes: Passes, arrivals: Sequence[Arrival]
+    mode: str,
+    workload: Workload,
+    rates: Rates,
+    passes: Passes,
+    arrivals: Sequence[Arrival],
+    *,
+    overlaps_forward: bool = False,
 ) -> StepEstimate:
     """A step in `mode`.
 
     Args:
         arrivals: in the order of backward; a wavefront needs them, other modes step after backward. A mode that mixes
             placements inside backward is one whose arrivals name them.
+        overlaps_forward: of a mode that steps inside backward: then update and both passes overlap, but for the time from
+            the last layer's forward, which needs its weights, to the first gradient: the third line of docs/roofline.md.
 
     Raises:
         ConfigError: a mode that is not known here.
     """
     if mode in ("wavefront", "hybrid"):
-        end = finish_of_wavefront(arrivals, passes.backward_s, workload, rates)
-        exposed = max(0.0, end - passes.backward_s)
         update = finish_of_wavefront([a._replace(at=0.0) for a in arrivals], 0.0, workload, rates)
+        if overlaps_forward:
+            start = passes.backward_s * _first(arrivals)
+            exposed = max(0.0, start + update - passes.forward_s - passes.backward_s)
+        else:
+            end = finish_of_wavefront(arrivals, passes.backward_s, workload, rates)
+            exposed = max(0.0, end - passes.backward_s)
     else:
         try:
             exposed = update = cost_of(mode, workload, rates)
@@ -101,6 +114,16 @@ def estimate_step(
             raise ConfigError(f"mode={mode!r}: no estimate is known for it") from None
     total = passes.forward_s + passes.backward_s + exposed
     return StepEstimate(total, passes.forward_s, passes.backward_s, exposed, update)
+
+
+def _first(arrivals: Sequence[Arrival]) -> float:
+    """When there is a tile's worth to update; a norm alone is not."""
+    numel = 0
+    for arrival in sorted(arrivals, key=lambda each: each.at):
+        numel += arrival.numel
+        if numel >= TILE_NUMEL:
+            return arrival.at
+    return 0.0
 
 
 # The clock ----------------------------------------------------------------------------------------------------------
@@ -121,9 +144,9 @@ def finish_of_wavefront(
     Gradients that wait for room hold backward up (`OffloadConfig.backlog_tiles`); that moves the wait from after
     backward into it and changes nothing here, since the kernel has work all the while.
     """
-    host_rate = _host_rate(arrivals, workload, rates)
+    speeds = _speeds(arrivals, workload, rates)
     jobs = [
-        _Job(backward_s * arrival.at, _route(arrival, numel, workload, rates, host_rate))
+        _Job(backward_s * arrival.at, _route(arrival, numel, workload, rates, speeds))
         for arrival in arrivals
         for numel in _tiles(arrival.numel)
     ]
@@ -152,8 +175,15 @@ def _tiles(numel: int) -> Iterator[int]:
         yield min(TILE_NUMEL, numel - start)
 
 
+class _Speeds(NamedTuple):
+    """What is left of the host kernel's rate (elements per second) and of the link's, each way (bytes per second)."""
+
+    host: float
+    link: float
+
+
 def _route(
-    arrival: Arrival, numel: int, workload: Workload, rates: Rates, host_rate: float
+    arrival: Arrival, numel: int, workload: Workload, rates: Rates, speeds: _Speeds
 ) -> tuple[tuple[str, float], ...]:
     """Stations of one tile of `numel` elements, and its seconds in each."""
     share = numel / max(workload.numel, 1)
@@ -161,26 +191,24 @@ def _route(
     if arrival.placement is Placement.DEVICE:
         return (("device", on_device),)
     if arrival.placement is Placement.STREAM:
-        state = share * workload.stream_bytes / rates.duplex_bytes
+        state = share * workload.stream_bytes / speeds.link
         return ("to device", state), ("device", on_device), ("to host", state)
-    gradient = share * workload.gradient_bytes / rates.duplex_bytes
-    weight = share * workload.weight_bytes / rates.duplex_bytes
-    return ("to host", gradient), ("host", numel / host_rate), ("to device", weight)
+    gradient = share * workload.gradient_bytes / speeds.link
+    weight = share * workload.weight_bytes / speeds.link
+    return ("to host", gradient), ("host", numel / speeds.host), ("to device", weight)
 
 
-def _host_rate(arrivals: Sequence[Arrival], workload: Workload, rates: Rates) -> float:
-    """Elements per second of the host kernel beside the copies: host memory is one, and what the link takes of it is gone.
-
-    Gradients are written there by the device and weights read by it, beside the kernel's own bytes; streamed state too.
+def _speeds(arrivals: Sequence[Arrival], workload: Workload, rates: Rates) -> _Speeds:
+    """Beside each other. Host memory is one: gradients that the device writes there and weights that it reads are gone for
+    the kernel. Where state is streamed too, the link is busy all the time, and what both then reach was measured; they move
+    more bytes together than the kernel does alone, so that memory is no bound for them.
     """
-    on_host = _numel_at(arrivals, Placement.HOST)
-    if not on_host:
-        return rates.kernel_numel
+    if not _numel_at(arrivals, Placement.HOST):
+        return _Speeds(rates.kernel_numel, rates.duplex_bytes)
+    if _numel_at(arrivals, Placement.STREAM):
+        return _Speeds(BESIDE_LINK * rates.kernel_numel, BESIDE_KERNELS * rates.duplex_bytes)
     copied = (workload.gradient_bytes + workload.weight_bytes) / max(workload.numel, 1)
-    streamed = (
-        2 * workload.stream_bytes / max(workload.numel, 1) * _numel_at(arrivals, Placement.STREAM) / on_host
-    )
-    return rates.kernel_numel * UPDATE_BYTES / (UPDATE_BYTES + copied + streamed)
+    return _Speeds(rates.kernel_numel * UPDATE_BYTES / (UPDATE_BYTES + copied), rates.duplex_bytes)
 
 
 def _numel_at(arrivals: Sequence[Arrival], placement: Placement) -> int:

@@ -69,7 +69,7 @@ def test_the_documented_table_is_what_plan_prints() -> None:
     result = CliRunner().invoke(app, arguments)
     printed = {words[0]: words[1:] for words in map(cells, result.output.splitlines()) if len(words) == 8}
     documented = {words[0]: words[1:] for words in map(str.split, text.splitlines()) if len(words) == 8}
-    modes = ("resident", "all-at-once", "chunked-sync", "chunked-stream", "wavefront")
+    modes = ("resident", "all-at-once", "chunked-sync", "chunked-stream", "wavefront", "hybrid")
     assert {mode: printed[mode] for mode in modes} == {mode: documented[mode] for mode in modes}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,23 @@ def test_ranks_share_the_parameters_and_gather_layers() -> None:
     whole, share = (workload_of(run, OffloadConfig()).numel for run in (one, eight))
     assert share == pytest.approx(whole / 8, rel=1e-6)
     assert activations_of(one).unsharded_bytes == 0
-    assert activations_of(eight).unsharded_bytes == 3 * 2 * shape.layer_numel(sparse=False)
+    layer, head = shape.layer_numel(sparse=False), 2 * shape.embedding_numel
+    assert activations_of(eight).unsharded_bytes == 4 * 2 * layer + head
+    in_fp32 = replace(eight, reduce_dtype="fp32")
+    assert activations_of(in_fp32).unsharded_bytes == (3 * 2 + 4) * layer + head
+    with pytest.raises(ConfigError, match="reduce_dtype='fp16'"):
+        replace(eight, reduce_dtype="fp16")
+
+
+def test_a_token_has_a_copy_for_each_of_its_experts() -> None:
+    """What they get and what they give are kept for backward, which has two gradients of that size more."""
+    sparse = shape_of_config(QWEN3_MOE)
+    single = replace(sparse, experts_per_token=1, expert_intermediate=8 * sparse.expert_intermediate)
+    many, one = (activations_of(Run(shape, 1024, 1024)).layer_bytes for shape in (sparse, single))
+    copies = 7 * sparse.hidden  # of seven experts more, all together as wide as the single one
+    mlp = 8 * sparse.expert_intermediate
+    assert sparse.active_width(True) == single.active_width(True) == mlp
+    assert many - one == 2 * 1024 * (2 * copies + 2 * (8 * sparse.hidden - mlp))
 
 
 def test_arithmetic_is_two_operations_a_weight_and_pass() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from offload.cli.model_shape import ModelShape
@@ -32,19 +34,22 @@ def rows(passes: Passes | None = LONG, rates: Rates | None = RATES, **budgets: i
 
 def test_every_mode_has_a_row() -> None:
     made = rows()
-    assert [row.mode for row in made] == list(PLACEMENTS)
+    assert [row.mode for row in made] == [*PLACEMENTS, "hybrid"]
     assert all(row.fits for row in made)
     assert made[0].share_of_resident == 1.0
-    assert all(row.share_of_resident is not None and row.share_of_resident <= 1.0 for row in made)
+    shares = {row.mode: row.share_of_resident or 0.0 for row in made}
+    # What hides its whole update is quicker by the resident one's, which hides none.
+    assert 1.0 < shares.pop("hybrid") < 1.02
+    assert all(0.0 < share <= 1.0 for share in shares.values())
 
 
 def test_the_shortest_step_that_fits_is_taken() -> None:
     assert recommend(rows(SHORT)).mode == "resident"
+    # Nothing to hide behind: host and link together are quicker than either, and with 1 GiB pinned the host has to do.
     short = recommend(rows(SHORT, device=30 * GIB))
-    assert (
-        short.mode == "chunked-stream"
-    )  # nothing to hide behind, and streaming state is quicker than the host kernel
+    assert short.mode == "hybrid"
     assert "resident lacks" in short.reason
+    assert recommend(rows(SHORT, device=30 * GIB, pinned=GIB)).mode == "wavefront"
     assert recommend(rows(LONG, device=30 * GIB)).mode == "wavefront"
 
 
@@ -54,6 +59,39 @@ def test_of_equal_steps_resident_is_taken_and_the_leaner_one_named() -> None:
     assert advice.mode == "resident"
     assert "wavefront is as fast with" in advice.reason
     assert "wavefront is as fast" not in recommend(rows(LONG)).reason
+
+
+def test_a_hybrid_says_how_it_divides_and_when_less_would_do() -> None:
+    passes = Passes(0.3, 0.9)
+    made = {row.mode: row for row in rows(passes)}["hybrid"]
+    assert any("of the host's state is streamed" in words for words in made.words)
+    (hint,) = [words for words in made.words if "backward hides" in words]
+    share = float(re.findall(r"stream_share=([\d.]+)\)", hint)[0])
+    asked = mode_rows(
+        Run(SHAPE, 8192, 8192, chunked_loss=True),
+        config=OffloadConfig(stream_share=share),
+        budgets={},
+        rates=RATES,
+        passes=passes,
+    )[-1]
+    assert asked.step_s == pytest.approx(made.step_s, rel=0.03)
+    assert f"{asked.step_s:.2f} s" in hint
+    assert asked.pinned_bytes < made.pinned_bytes
+    assert f"{as_gib(asked.pinned_bytes)} GiB pinned" in hint
+    assert not any("backward hides" in words for words in asked.words)
+
+
+def test_an_overlapped_forward_hides_more_and_takes_more_of_the_device() -> None:
+    def made(overlap: bool) -> dict[str, ModeRow]:
+        run = Run(SHAPE, 8192, 8192, chunked_loss=True, overlap_forward=overlap)
+        chosen = mode_rows(run, config=OffloadConfig(), budgets={}, rates=RATES, passes=Passes(0.3, 0.6))
+        return {row.mode: row for row in chosen}
+
+    plain, overlapped = made(False), made(True)
+    for mode in ("wavefront", "hybrid"):
+        assert (overlapped[mode].step_s or 0.0) < (plain[mode].step_s or 0.0)
+        assert overlapped[mode].device_bytes > plain[mode].device_bytes  # 96 tiles may wait instead of 32
+    assert overlapped["chunked-stream"] == plain["chunked-stream"]
 
 
 def test_what_is_missing_is_named() -> None:
@@ -73,7 +111,8 @@ def test_no_mode_may_fit() -> None:
 def test_without_a_step_time_half_of_a_wavefront_is_taken_to_hide() -> None:
     made = rows(None, device=30 * GIB)
     assert all(row.step_s is None and row.update_s for row in made)
-    assert recommend(made).mode == "wavefront"
+    assert recommend(made).mode == "hybrid"
+    assert recommend([row for row in made if row.mode != "hybrid"]).mode == "wavefront"
     assert recommend(rows(None, None, device=30 * GIB)).mode == "wavefront"
     assert recommend(rows(None, None)).mode == "resident"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from offload.config import MODES
 from offload.errors import MemoryBudgetError
 from offload.rates import Rates
 from offload.schedule.plan import ChunkSize, Machine, Placement, Plan, Workload, needs_rates, plan
@@ -205,6 +206,17 @@ def test_without_a_gpu_everything_is_host_memory_and_nothing_is_pinned() -> None
     made = plan("chunked-stream", STREAMED, CPU)
     assert (made.device_bytes, made.pinned_bytes, made.peak_device_bytes) == (0, 0, 0)
     assert made.host_bytes == 14 * GIB + 192 * MIB + SUMS
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "auto"])
+def test_without_a_gpu_the_plan_speaks_of_no_device(mode: str, clips: bool) -> None:
+    text = str(plan(mode, change(STREAMED, holds_gradients=clips, speculates=clips), CPU))
+    assert "no GPU: all is in host memory" in text.splitlines()[0]
+    for word in ("device", "pinned "):
+        assert word not in text.replace("nothing is pinned)", "").replace("as a device would", "")
+    # Only what steps inside backward has use for a second set of state.
+    assert ("second set of state" in text) is (clips and mode == "wavefront")
 
 
 @pytest.mark.parametrize(

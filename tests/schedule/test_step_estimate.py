@@ -6,11 +6,13 @@ import pytest
 
 from offload.errors import ConfigError
 from offload.rates import Rates
+from offload.schedule.hybrid_plan import BESIDE_KERNELS, BESIDE_LINK
 from offload.schedule.mode_costs import Placement, Workload, cost_of
 from offload.schedule.step_estimate import (
     TILE_NUMEL,
     Arrival,
     Passes,
+    StepEstimate,
     estimate_step,
     finish_of_wavefront,
     passes_of,
@@ -74,9 +76,13 @@ def test_placements_work_side_by_side() -> None:
     host = finish_of_wavefront([Arrival(NUMEL, 0.0)], 0.0, make_workload(), rates)
     streamed = finish_of_wavefront([Arrival(NUMEL, 0.0, Placement.STREAM)], 0.0, make_workload(), rates)
     assert streamed == pytest.approx((TILES + 1) * 0.06)
-    # Host memory feeds the streamed state too: 24 bytes more beside each element that is stepped there.
-    assert both == pytest.approx(5 * 56 / 28, rel=0.02)
+    # Neither reaches its rate beside the other; the planner's shares go by the same numbers.
+    assert both == pytest.approx(5 / BESIDE_LINK, rel=0.02)
     assert both < host
+    slow_link = make_rates(tile_s=1e-3, link_s=0.1)
+    both = finish_of_wavefront(arrivals, 0.0, make_workload(), slow_link)
+    # Five tiles of state in, and the last one's way out; gradients and weights find room beside them.
+    assert both == pytest.approx(6 * 0.6 / BESIDE_KERNELS, rel=0.01)
 
 
 def test_device_chunks_cost_device_time_only() -> None:
@@ -100,6 +106,29 @@ def test_a_wavefront_reports_what_it_exposes() -> None:
     assert estimate.update_s == pytest.approx(TILES * COPIED)
     assert estimate.exposed_s == pytest.approx(0.5 + TILES * COPIED - 5.0)
     assert estimate.step_s == pytest.approx(3.0 + 5.0 + estimate.exposed_s)
+
+
+def test_a_forward_that_overlaps_hides_the_update_behind_both_passes() -> None:
+    """From the last layer's forward to a tile's worth of gradients there is nothing to do; a norm's are none."""
+    arrivals = [Arrival(1024, 0.0), *(Arrival(TILE_NUMEL, (index + 1) / TILES) for index in range(TILES))]
+    update_s = TILES * COPIED
+
+    def estimate(forward_s: float, backward_s: float) -> StepEstimate:
+        return estimate_step(
+            "wavefront",
+            make_workload(),
+            make_rates(),
+            Passes(forward_s, backward_s),
+            arrivals,
+            overlaps_forward=True,
+        )
+
+    short = estimate(1.0, 5.0)
+    assert short.step_s == pytest.approx(5.0 / TILES + update_s, rel=1e-3)
+    assert short.exposed_s == pytest.approx(short.step_s - 6.0)
+    long = estimate(4.0, 9.0)
+    assert long.step_s == 13.0
+    assert long.exposed_s == 0.0
 
 
 def test_passes_are_the_resident_step_without_its_update() -> None:
