@@ -157,6 +157,7 @@ def assemble(
             chunk_by=config.chunk_by,
             chunk_numel=made.chunk_numel,
             departing=stepper if isinstance(stepper, HybridStepper) and options.overlap_forward else None,
+            reduced=stepper if rule.is_reduced and isinstance(stepper, HostStepper | HybridStepper) else None,
         )
         engine.add(records, masters)
         if path := os.environ.get(VARIABLE):
@@ -457,6 +458,7 @@ def _workload(rule: KernelRule, records: Sequence[ParamRecord], options: Options
     return Workload(
         numel=sum(record.numel for record in records),
         state_arrays=arrays,
+        moments=rule.moments if rule.is_reduced else "fp32",
         ring_bytes=NUM_RINGS
         * Ring.required_bytes(config.ring_slots, config.tile_numel * _element_bytes(kinds)),
         holds_gradients=options.needs_norm_first,

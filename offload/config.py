@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from offload.errors import ConfigError
 
-__all__ = ["BACKENDS", "CLIP_POLICIES", "MODES", "NONFINITE_POLICIES", "OffloadConfig", "check_choice"]
+__all__ = [
+    "BACKENDS",
+    "CLIP_POLICIES",
+    "MODES",
+    "MOMENTS",
+    "NONFINITE_POLICIES",
+    "OffloadConfig",
+    "check_choice",
+]
+__all__ += ["check_moments"]
 
 MODES = ("resident", "all-at-once", "chunked-sync", "chunked-stream", "wavefront", "hybrid", "auto")
 """Where state lives and when it is stepped; the table in docs/architecture.md says which is which."""
@@ -21,6 +30,9 @@ CLIP_POLICIES = ("speculate", "defer", "auto")
 
 NONFINITE_POLICIES = ("propagate", "skip", "raise")
 """What happens to a step whose gradients hold an inf or a NaN."""
+
+MOMENTS = ("fp32", "bf16", "int8")
+"""How moments are kept in host memory; docs/numerics.md has what the reduced ones cost in accuracy."""
 
 BACKLOG_TILES, OVERLAPPED_BACKLOG_TILES = 32, 96
 
@@ -35,9 +47,22 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     return value
 
 
+def check_moments(config: OffloadConfig, what: str, good: bool) -> None:
+    """Raise where `config` asks for reduced moments and `what`, an option with its value, has none (not `good`).
+
+    Raises:
+        ConfigError: names both options.
+    """
+    if config.moments != "fp32" and not good:
+        raise ConfigError(
+            f"config.moments={config.moments!r} with {what}: reduced moments are for offload.AdamW with backend='numba' in "
+            "mode='wavefront', which mode='auto' chooses with them; choose that, or leave moments='fp32'"
+        )
+
+
 @dataclass(frozen=True)
 class OffloadConfig:
-    """How the optimizer uses the machine. No field changes a single bit of the result.
+    """How the optimizer uses the machine. No field but `moments` changes a single bit of the result.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
@@ -87,7 +112,9 @@ class OffloadConfig:
     """Folder for compiled kernels; None: compile once per process and write nothing."""
 
     moments: str = "fp32"
-    """Storage of the moments; only "fp32" so far."""
+    """How AdamW's moments are kept in host memory: ``"fp32"``; ``"bf16"``, rounded stochastically, 8 bytes of state per
+    parameter instead of 12; or ``"int8"``, quantized in blocks of 1024, 6 bytes. Reduced ones change results: by how much is
+    in docs/numerics.md. They are for mode ``"wavefront"`` and backend ``"numba"``."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -105,7 +132,7 @@ class OffloadConfig:
         self._check("stream_share", share is None or 0.0 <= share <= 1.0, "a number from 0 to 1, or None")
         self._check("timeout_s", self.timeout_s > 0, "more than 0 seconds")
         self._check("threads", self.threads is None or self.threads >= 1, "at least 1, or None")
-        self._check("moments", self.moments == "fp32", "'fp32'")
+        self._check("moments", self.moments in MOMENTS, f"one of {', '.join(map(repr, MOMENTS))}")
         self._check_pattern("chunk_by", self.chunk_by)
         self._check_pattern("rank_local", self.rank_local)
 

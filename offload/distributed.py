@@ -6,6 +6,8 @@ the only place that knows the difference.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -22,6 +24,7 @@ __all__ = [
     "peek_shard",
     "shard_like",
     "shard_of",
+    "shard_start",
 ]
 
 
@@ -74,6 +77,22 @@ def shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
         full = full.narrow(dim, min(offset, full.shape[dim] - size), size)
     return full
+
+
+def shard_start(parameter: torch.Tensor) -> int:
+    """The index in the whole parameter, row by row, of the first element of this rank's shard.
+
+    0 where the shard is no consecutive range: unless it is of the first dimension, and dense in that order.
+    """
+    local = peek_shard(parameter)
+    if not isinstance(parameter, DTensor) or not local.is_contiguous() or not local.dim():
+        return 0
+    shape, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    if tuple(shape) != tuple(local.shape) or tuple(shape[1:]) != tuple(parameter.shape[1:]):
+        return 0
+    return int(offsets[0]) * math.prod(parameter.shape[1:])
 
 
 def matching_shard(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:

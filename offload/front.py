@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ from offload.schedule.base_step import hooks_set_aside
 from offload.schedule.engine import Engine
 from offload.schedule.forward_gates import ForwardGates
 from offload.schedule.plan import Plan
-from offload.state_entry import StateEntry
+from offload.state_entry import CopiedEntry, StateEntry
 from offload.trace import VARIABLE, Trace
 
 __all__ = ["OffloadOptimizer", "Params"]
@@ -433,7 +433,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _take_waiting(self, record: ParamRecord, waiting: Mapping[str, torch.Tensor]) -> None:
         """Go on with the state that was loaded while the parameter was frozen; no master over changed weights."""
-        for name, view in self._open_engine().state(record).items():
+        engine = self._open_engine()
+        if copied := [name for name in engine.copied_names if name in waiting]:
+            engine.write_moments(record, {name: local_shard(waiting[name]) for name in copied})
+        for name, view in engine.state(record).items():
             if name not in waiting:
                 continue
             saved = local_shard(waiting[name])
@@ -454,7 +457,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._records[record.param] = record
             step = torch.tensor(float(record.num_steps), dtype=torch.float32)
             tensors = {"step": step, **self._state_of(record)}
-            self.state[record.param] = StateEntry(tensors, record.name, self._moved_to)
+            self.state[record.param] = self._entry(record, tensors)
+
+    def _entry(self, record: ParamRecord, tensors: Mapping[str, torch.Tensor]) -> StateEntry:
+        engine = self._open_engine()
+        if not engine.copied_names:
+            return StateEntry(tensors, record.name, self._moved_to)
+
+        def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+            return engine.read_moments(record, names)
+
+        return CopiedEntry(tensors, record.name, self._moved_to, copied=engine.copied_names, read=read)
 
     def _follow_moved(self, engine: Engine) -> None:
         """``self.state`` names current tensors also after a step that exchanged them."""
@@ -486,6 +499,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for record in members:
             tensors = incoming.tensors[record.index]
             record.num_steps = incoming.steps[record.index]
+            engine.write_moments(record, {name: tensors.get(name) for name in engine.copied_names})
             for name, view in engine.state(record).items():
                 if name in tensors:
                     local_shard(view).copy_(tensors[name])

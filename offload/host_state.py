@@ -1,4 +1,6 @@
-"""FP32 state in host memory: masters, moments, and the gradients that must outlive their tile.
+"""State in host memory: FP32 masters, moments, and the gradients that must outlive their tile.
+
+Moments are FP32 too, unless the rule keeps them in less (`offload.kernels.rule.Rule.stored`).
 
 One slab for each kind of array and each batch of chunks; chunks are slices of it, tiles are slices of chunks.
 Views of tiles are made once, so that the worker touches no Python object more than it must per tile. State is
@@ -10,7 +12,7 @@ step is exchanging the two (`ChunkState.flip`), rolling it back is not doing so;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,14 +21,29 @@ import numpy.typing as npt
 import torch
 
 from offload.kernels.blocks import make_blocks
-from offload.kernels.rule import Rule
+from offload.kernels.rounding import with_counters
+from offload.kernels.rule import Rule, StoredArray
 from offload.layout import ALIGN, Chunk, Tile
 from offload.transfer.pinned import Slab, allocate
 
-__all__ = ["ChunkState", "Held", "HostGradients", "HostState", "TileState", "numpy_dtype", "torch_dtype"]
+__all__ = [
+    "ChunkState",
+    "Counters",
+    "Held",
+    "HostGradients",
+    "HostState",
+    "TileState",
+    "numpy_dtype",
+    "torch_dtype",
+]
 
 Array = npt.NDArray[Any]
 Touch = Callable[[Array], None]
+Counters = Mapping[int, tuple[int, int]]
+"""By parameter index, the key of its random bits and the index of its first element in the whole parameter."""
+
+
+TORCH_DTYPES = {np.float32: torch.float32, np.uint16: torch.uint16, np.uint8: torch.uint8}
 
 
 def numpy_dtype(name: str) -> type[np.uint16] | type[np.float32]:
@@ -41,7 +58,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TileState:
-    """A tile's arrays, each of ``tile.numel`` elements (`sums` and `nonfinite`: one per `ALIGN` of them)."""
+    """A tile's arrays, each of ``tile.numel`` elements (`sums`, `nonfinite`, scales: one per `ALIGN` of them)."""
 
     tile: Tile
     master: Array
@@ -67,19 +84,28 @@ class _Side:
         self.tiles: list[TileState] = []
         for tile, tile_blocks in zip(chunk.tiles, blocks, strict=True):
             elements, norms = slice(tile.start, tile.stop), slice(tile.start // ALIGN, tile.stop // ALIGN)
-            parts = tuple(moment.numpy()[elements] for moment in moments)
+            parts = tuple(
+                moment.numpy()[elements if moment.numel() == chunk.numel else norms] for moment in moments
+            )
             self.tiles.append(
                 TileState(tile, master.numpy()[elements], parts, sums[norms], nonfinite[norms], tile_blocks)
             )
 
 
 class ChunkState:
-    """A chunk's arrays: `master` and `moments` FP32 ``[chunk.numel]``, squared sums per block of `ALIGN`.
+    """A chunk's arrays: `master` FP32 ``[chunk.numel]``, `moments` as the rule stores them, sums per block of `ALIGN`.
 
-    With a shadow there are two sets, of which one is current; sums belong to both.
+    With a shadow there are two sets, of which one is current; sums belong to both. `counters`: where moments are rounded
+    by chance.
     """
 
-    def __init__(self, chunk: Chunk, master: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self,
+        chunk: Chunk,
+        master: torch.Tensor,
+        moments: tuple[torch.Tensor, ...],
+        counters: Counters | None = None,
+    ) -> None:
         self.chunk = chunk
         self.sums: Array = np.zeros(chunk.numel // ALIGN, np.float64)
         self.nonfinite: Array = np.zeros(chunk.numel // ALIGN, np.uint8)
@@ -87,6 +113,11 @@ class ChunkState:
             make_blocks([(p.tile_start, p.tile_start + p.numel, p.row) for p in tile.pieces])
             for tile in chunk.tiles
         ]
+        if counters is not None:
+            self._blocks = [
+                with_counters(blocks, _origins(tile, counters))
+                for blocks, tile in zip(self._blocks, chunk.tiles, strict=True)
+            ]
         self._current = self._side(master, moments)
         self._shadow: _Side | None = None
 
@@ -143,10 +174,14 @@ class HostState:
         """Bytes mapped for state."""
         return sum(slab.num_bytes for slab in self._slabs)
 
-    def add(self, chunks: Sequence[Chunk]) -> None:
+    def add(self, chunks: Sequence[Chunk], counters: Counters | None = None) -> None:
         """Allocate the state of `chunks`. On an error nothing of it stays."""
         for chunk, (master, *moments) in zip(chunks, self._allocate(chunks, ""), strict=True):
-            self.chunks[chunk.index] = ChunkState(chunk, master, tuple(moments))
+            self.chunks[chunk.index] = ChunkState(chunk, master, tuple(moments), counters)
+
+    def bytes_of(self, chunk: Chunk) -> int:
+        """Of one set of the chunk's arrays."""
+        return sum(array.num_bytes(chunk.numel) for array in self._arrays)
 
     def add_shadows(self, chunks: Sequence[Chunk]) -> None:
         """Allocate a second set of arrays for `chunks`. On an error nothing of it stays."""
@@ -155,20 +190,28 @@ class HostState:
 
     def _allocate(self, chunks: Sequence[Chunk], prefix: str) -> list[list[torch.Tensor]]:
         """For each chunk its master and moments, cut from new slabs."""
-        names = ("master", *self.rule.state_names)
         total = sum(chunk.numel for chunk in chunks)
         slabs: list[Slab] = []
         try:
-            slabs.extend(_fp32_slab(total, prefix + name, self._touch) for name in names)
+            slabs.extend(
+                _slab(array.num_bytes(total), prefix + array.name, self._touch) for array in self._arrays
+            )
         except BaseException:
             _close(slabs)
             raise
         self._slabs += slabs
         starts = _starts(chunks)
         return [
-            [slab.tensor(torch.float32, 4 * start, chunk.numel) for slab in slabs]
+            [
+                slab.tensor(TORCH_DTYPES[array.dtype], array.num_bytes(start), chunk.numel // array.per)
+                for slab, array in zip(slabs, self._arrays, strict=True)
+            ]
             for chunk, start in zip(chunks, starts, strict=True)
         ]
+
+    @property
+    def _arrays(self) -> tuple[StoredArray, ...]:
+        return (StoredArray("master", np.float32), *self.rule.stored)
 
     def adopt(self, chunk: Chunk, master: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> None:
         """Take in a chunk whose state, FP32 ``[chunk.numel]`` each, somebody else owns and releases."""
@@ -246,7 +289,7 @@ class HostGradients:
         """The chunk's FP32 accumulator, ``[chunk.numel]``."""
         entry = self._accumulated.get(chunk.index)
         if entry is None:
-            slab = _fp32_slab(chunk.numel, f"accumulator of {chunk.name}", self._touch)
+            slab = _slab(4 * chunk.numel, f"accumulator of {chunk.name}", self._touch)
             entry = self._accumulated[chunk.index] = (slab, slab.array(np.float32, 0, chunk.numel))
         return entry[1]
 
@@ -289,8 +332,17 @@ def _held_in(slab: Slab, chunk: Chunk, start: int, *, direct: bool) -> Held:
     )
 
 
-def _fp32_slab(numel: int, name: str, touch: Touch) -> Slab:
-    return allocate(max(4 * numel, 1), name=name, pin=False, fallback_pageable=True, touch=touch)
+def _slab(num_bytes: int, name: str, touch: Touch) -> Slab:
+    return allocate(max(num_bytes, 1), name=name, pin=False, fallback_pageable=True, touch=touch)
+
+
+def _origins(tile: Tile, counters: Counters) -> dict[int, tuple[int, int]]:
+    """By row, as `with_counters` takes them."""
+    return {
+        piece.row: (key, first + piece.param_start - piece.tile_start)
+        for piece in tile.pieces
+        for key, first in (counters[piece.param],)
+    }
 
 
 def _starts(chunks: Sequence[Chunk]) -> list[int]:

@@ -13,10 +13,18 @@ from typing import Any
 import torch
 
 from offload.assembly import EARLY_MODES, Options
-from offload.config import BACKENDS, CLIP_POLICIES, MODES, NONFINITE_POLICIES, OffloadConfig, check_choice
+from offload.config import (
+    BACKENDS,
+    CLIP_POLICIES,
+    MODES,
+    NONFINITE_POLICIES,
+    OffloadConfig,
+    check_choice,
+    check_moments,
+)
 from offload.errors import ConfigError
 from offload.front import OffloadOptimizer, Params
-from offload.kernels.rule import AdamWRule, SignSGDRule
+from offload.kernels.rule import ADAMW_RULES, SignSGDRule
 from offload.prepare import Masters
 
 __all__ = ["AdamW", "SignSGD"]
@@ -91,6 +99,8 @@ class AdamW(OffloadOptimizer):
             model,
             config,
         )
+        check_moments(options.config, f"mode={mode!r}", mode in ("wavefront", "auto"))
+        check_moments(options.config, f"backend={backend!r}", backend == "numba")
         defaults = _torch_defaults() | {
             "lr": lr,
             "betas": betas,
@@ -101,7 +111,7 @@ class AdamW(OffloadOptimizer):
         super().__init__(
             params,
             defaults,
-            rule=AdamWRule,
+            rule=ADAMW_RULES[options.config.moments],
             check_group=_check_adamw,
             masters=masters,
             options=options,
@@ -146,6 +156,7 @@ class SignSGD(OffloadOptimizer):
             model,
             config,
         )
+        check_moments(options.config, "SignSGD, which has no moments", good=False)
         defaults = {"lr": lr, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(
             params,

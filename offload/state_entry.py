@@ -8,14 +8,14 @@ that was to stay off it, and save that copy in the next checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from offload.errors import StateError
 
-__all__ = ["StateEntry"]
+__all__ = ["CopiedEntry", "StateEntry"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,69 @@ class StateEntry(dict[str, Any]):
             f"{what}: these tensors are the optimizer's own memory; write into them (tensor.copy_(...)), or use "
             "load_state_dict()"
         )
+
+
+class CopiedEntry(StateEntry):
+    """An entry with moments that are kept in less than FP32: each look at one makes an FP32 copy of it.
+
+    Writing into such a copy changes nothing; ``load_state_dict`` does.
+
+    Args:
+        copied: names of the moments that are copied.
+        read: makes copies of those that it is given the names of.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        parameter: str,
+        moved_to: set[torch.device],
+        *,
+        copied: tuple[str, ...],
+        read: Callable[[Sequence[str]], dict[str, torch.Tensor]],
+    ) -> None:
+        # Placeholders, so that keys, length and membership are the dict's own.
+        super().__init__({**tensors, **dict.fromkeys(copied, _PLACEHOLDER)}, parameter, moved_to)
+        self._copied, self._read = copied, read
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read([name])[name] if name in self._copied else super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Overridden so that ``dict(entry)`` and ``{**entry}`` go through `__getitem__`."""
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """See ``dict.get``."""
+        return self[name] if name in self.keys() else default
+
+    def items(self) -> Any:
+        """Names and tensors, the copied ones read at once."""
+        return self._whole().items()
+
+    def values(self) -> Any:
+        """Tensors, the copied ones read at once."""
+        return self._whole().values()
+
+    def __copy__(self) -> dict[str, Any]:
+        """A plain dict with copies."""
+        return self._whole()
+
+    def __repr__(self) -> str:
+        return repr(self._whole())
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{what}: moments of this optimizer are kept in less than FP32, what is read here are copies; use "
+            "load_state_dict() to change them"
+        )
+
+    def _whole(self) -> dict[str, Any]:
+        copies = self._read(self._copied)
+        return {name: copies.get(name, own) for name, own in super().items()}
+
+
+_PLACEHOLDER = torch.empty(0)
 
 
 def _is_moved(own: Any, value: Any) -> bool:

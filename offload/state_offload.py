@@ -16,7 +16,7 @@ import torch
 
 from offload import assembly
 from offload.checkpoint import check_form
-from offload.config import OffloadConfig, check_choice
+from offload.config import OffloadConfig, check_choice, check_moments
 from offload.errors import CheckpointError, ClosedError, MidStepError
 from offload.schedule.base_rules import (
     STATE_MODES,
@@ -66,9 +66,11 @@ class CPUOffloadOptimizer(OptimizerProxy):
     ) -> None:
         check_choice("mode", mode, STATE_MODES)
         check_base(base, mode)
+        config = config or OffloadConfig()
+        check_moments(config, "CPUOffloadOptimizer, which keeps state as its base does", good=False)
         super().__init__(base)
         self.mode = mode
-        self._config = config or OffloadConfig()
+        self._config = config
         self._device = common_device(base.param_groups)
         self._memory = HostMemory(self._device, self._config)
         ahead = mode == "chunked-stream"

@@ -139,3 +139,90 @@ def square_sum(gradient: np.ndarray) -> float:
 
 def is_nonfinite(gradient: np.ndarray) -> bool:
     return not bool(np.isfinite(gradient).all())
+
+
+# Reduced moments -----------------------------------------------------------------------------------------------------
+
+SEED = 0x6F666C64
+WORD = 0xFFFFFFFF
+
+
+def murmur_final(word: int) -> int:
+    """The finalizer of MurmurHash3 for one 32-bit word, in Python integers."""
+    word ^= word >> 16
+    word = word * 0x85EBCA6B & WORD
+    word ^= word >> 13
+    word = word * 0xC2B2AE35 & WORD
+    return word ^ word >> 16
+
+
+def random_words(key: int, step: int, first: int, numel: int) -> np.ndarray:
+    """The random words (uint32[numel]) of elements ``first`` to ``first + numel`` of parameter ``key`` at ``step``."""
+    base = murmur_final(key ^ SEED)
+    base = murmur_final(base + (step & 0xFFFF) & WORD)
+    base = murmur_final(base + (step >> 16) & WORD)
+    return np.array([murmur_final(base ^ (first + i & WORD)) for i in range(numel)], np.uint32)
+
+
+def float_to_bf16_at_random(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """float32 to BF16 bits: to the neighbour farther from zero where ``noise`` (below 2^16) and the distance say so."""
+    bits = values.view(np.uint32)
+    distance = (bits & 0xFFFF).astype(np.int64)  # from the neighbour nearer to zero, in 1/2^16 of the spacing
+    farther = noise.astype(np.int64) >= (1 << 16) - distance
+    rounded = ((bits >> 16) + farther).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def code_values(number: int) -> np.ndarray:
+    """What codes 0 to ``number`` stand for, as shares of the scale: the last is 1, each power of two has 8 steps."""
+    values = [0.0]
+    for code in range(1, number + 1):
+        octave, step = divmod(code - number + 127 * 8, 8)
+        values.append((1 + step / 8) * 2.0 ** (octave - 127))
+    return np.array(values)
+
+
+def quantize(values: np.ndarray, noise: np.ndarray | int, *, signed: bool) -> tuple[np.ndarray, np.float32]:
+    """Codes (uint8) and scale of one block of float32; ``noise``: below 2^20, or 2^19 throughout for to nearest."""
+    top = 126 if signed else 253
+    shares = code_values(top)
+    finite = np.isfinite(values)
+    scale = F32(np.abs(values[finite]).max(initial=0))
+    codes = np.zeros(values.size, np.uint8)
+    for i, value in enumerate(values):
+        chance = int(np.broadcast_to(noise, values.shape)[i])
+        negative = bool(np.signbit(value))
+        if np.isnan(value) or (not signed and value < 0):
+            codes[i] = 128 if signed else 255
+            continue
+        if np.isinf(value):
+            code = top + 1
+        elif value == 0:
+            code = 0
+        else:
+            ratio = float(F32(abs(value)) / scale)
+            if ratio < shares[1]:
+                limit = F32(ratio) * F32(2**20 / shares[1])
+                code = int(limit > F32(chance)) if signed else 1
+            else:
+                code = int(np.searchsorted(shares, ratio, side="right")) - 1
+                if code < top:
+                    # The last step below a power of two is as wide as those before it.
+                    width = 2.0 ** (math.floor(math.log2(shares[code])) - 3)
+                    code += (ratio - shares[code]) / width * 2**20 + chance >= 2**20
+        codes[i] = code + 128 * (signed and negative and code > 0)
+    return codes, scale
+
+
+def dequantize(codes: np.ndarray, scale: np.float32, *, signed: bool) -> np.ndarray:
+    """float32 values of one block's codes."""
+    top = 126 if signed else 253
+    magnitudes = codes & 127 if signed else codes
+    shares = np.append(code_values(top), [np.inf, np.nan])[np.minimum(magnitudes, top + 2)].astype(F32)
+    with np.errstate(invalid="ignore"):
+        values = np.where(magnitudes > top, shares, shares * scale)
+        values = np.where(magnitudes == 0, F32(0), values)
+    if signed:
+        values = np.where(codes & 128, -values, values)
+        values = np.where(codes == 128, F32(np.nan), values)
+    return values.astype(F32)

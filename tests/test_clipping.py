@@ -223,6 +223,28 @@ def test_the_rest_of_a_committed_chunk_is_carried_over() -> None:
     assert partly
 
 
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_the_rest_of_a_committed_chunk_is_carried_over_with_reduced_moments(moments: str) -> None:
+    """As above; a run that waits for each verdict, and so carries nothing, is the reference."""
+    ends, partly = [], 0
+    for clip in ("speculate", "defer"):
+        model = Experts()
+        masters = offload.cast_compute_weights(model)
+        options: dict[str, Any] = {"clip": clip, "max_grad_norm": 1e9, "lr": 1e-2}
+        config = {"tile_numel": 1024, "chunk_by": lambda name: "experts", "moments": moments}
+        with adamw(model.named_parameters(), masters=masters, config=config, **options) as optimizer:
+            generator = torch.Generator().manual_seed(1)
+            for step in range(9):
+                model.used = (0, 1) if step in (3, 7) else (0, 1, 2)
+                model.loss(torch.randn(4, 24, generator=generator).bfloat16()).backward()
+                optimizer.step()
+                partly += step in (3, 7) and optimizer.last_step.early_tiles > 0
+                optimizer.zero_grad()
+            ends.append(snapshot(model, optimizer))
+    assert partly
+    assert_same_snapshot(*ends)
+
+
 @pytest.mark.parametrize("pinned_budget", [None, 0])
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_gradients_assigned_after_a_backward_are_added(clip: str, pinned_budget: int | None) -> None:

@@ -29,7 +29,7 @@ from offload.errors import ConfigError
         ("timeout_s", -1.0),
         ("timeout_s", math.nan),
         ("threads", 0),
-        ("moments", "bf16"),
+        ("moments", "bf8"),
         ("chunk_by", "("),
     ],
 )

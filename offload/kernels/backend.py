@@ -22,13 +22,15 @@ class TileArrays:
     grad: np.ndarray  #: uint16[n] (BF16 bits) or float32[n]: the last micro-batch's gradient
     acc: np.ndarray | None  #: float32[n]: the sum of the micro-batches before it
     master: np.ndarray  #: float32[n], in place
-    moments: tuple[np.ndarray, ...]  #: float32[n] each, in place, in the order of ``Rule.state_names``
+    moments: tuple[
+        np.ndarray, ...
+    ]  #: float32[n] each, in place, in the order of ``Rule.state_names``; else `Rule.stored`
     weight: np.ndarray | None  #: uint16[n] (BF16 bits) or float32[n], out; best at a 64-byte aligned address
     sums: np.ndarray | None  #: float64[n // 1024], out: squared norm of each norm block, before clipping
     nonfinite: np.ndarray | None  #: uint8[n // 1024], out: 1 where a norm block holds an inf or a NaN
-    blocks: np.ndarray  #: int64[k, 3]: see `offload.kernels.blocks.make_blocks`
-    #: Where the new (master, \*moments), float32[n] each, go; None: in place. With it the old state is left as it was, for
-    #: an exact rollback; what is not selected is written to neither.
+    blocks: np.ndarray  #: int64[k, 3], see `blocks.make_blocks`; [k, 5] where moments are reduced
+    #: Where the new (master, \*moments), in the dtypes of the old, go; None: in place. With it the old state is left as it
+    #: was, for an exact rollback; what is not selected is written to neither.
     new_state: tuple[np.ndarray, ...] | None = None
 
 
@@ -83,6 +85,12 @@ class Backend(Protocol):
 
     def round_weights(self, master: np.ndarray, weight: np.ndarray) -> None:
         """``weight = bf16(master)``, to nearest even, or a copy where ``weight`` is float32."""
+
+    def unpack(self, name: str, stored: tuple[np.ndarray, ...], values: np.ndarray) -> None:
+        """One parameter's moment ``name`` as float32; stored: its array of ``Rule.stored``, and its scales if any."""
+
+    def pack(self, name: str, values: np.ndarray, stored: tuple[np.ndarray, ...]) -> None:
+        """The reverse, rounded to nearest: what `unpack` gave comes back with the same bits."""
 
     def fill_zero(self, array: np.ndarray) -> None:
         """Zero a 1-D array by the team (the first touch of its pages)."""

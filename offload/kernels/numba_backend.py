@@ -16,6 +16,7 @@ from offload.kernels.backend import TileArrays, Variant
 from offload.kernels.blocks import BLOCK, NORM_BLOCK
 from offload.kernels.jit import Kernel, cache_folder
 from offload.kernels.norm import square_sums_of_tile
+from offload.kernels.quantized import pack_codes, unpack_codes
 from offload.kernels.rule import KernelRule
 from offload.kernels.team import Team, make_team
 
@@ -82,7 +83,7 @@ class NumbaBackend:
         if first:
             self._run_elementwise(expand, grad, acc)
         else:
-            self.team.run(accumulate_next, _num_blocks(acc), (grad, acc, self.flush_denormals))
+            self.team.run(accumulate_next, _num_blocks(acc.size), (grad, acc, self.flush_denormals))
 
     def square_sums(
         self,
@@ -102,6 +103,18 @@ class NumbaBackend:
     def round_weights(self, master: np.ndarray, weight: np.ndarray) -> None:
         self._run_elementwise(round_weights, master, weight)
 
+    def unpack(self, name: str, stored: tuple[np.ndarray, ...], values: np.ndarray) -> None:
+        if len(stored) == 1:
+            self._run_elementwise(expand, stored[0], values)
+        else:
+            self._run_elementwise(unpack_codes, *stored, _is_signed(name), values)
+
+    def pack(self, name: str, values: np.ndarray, stored: tuple[np.ndarray, ...]) -> None:
+        if len(stored) == 1:
+            self._run_elementwise(round_weights, values, stored[0])
+        else:
+            self._run_elementwise(pack_codes, values, _is_signed(name), *stored, numel=values.size)
+
     def fill_zero(self, array: np.ndarray) -> None:
         self._run_elementwise(fill_zero, array)
 
@@ -110,11 +123,14 @@ class NumbaBackend:
             self._team.close()
             self._team = None
 
-    def _run_elementwise(self, kernel: Kernel, *arrays: np.ndarray) -> None:
-        """Run a kernel without hyperparameters. Some are only needed at construction: compiled when first used."""
+    def _run_elementwise(self, kernel: Kernel, *arrays: Any, numel: int | None = None) -> None:
+        """Run a kernel without hyperparameters over `numel` elements (None: those of the last array).
+
+        Some are only needed at construction: compiled when first used.
+        """
         if not kernel.is_compiled(arrays, parallel=self.team.parallel):
             self._compile(kernel, arrays, None)
-        self.team.run(kernel, _num_blocks(arrays[-1]), arrays)
+        self.team.run(kernel, _num_blocks(arrays[-1].size if numel is None else numel), arrays)
 
     def _compile(self, kernel: Kernel, arguments: tuple[Any, ...], cache: Path | None) -> None:
         kernel.compile(arguments, parallel=self.team.parallel, cache=cache)
@@ -130,7 +146,7 @@ class NumbaBackend:
         select = np.zeros(1, np.uint8)
         rows = np.zeros((1, self.rule.num_columns), np.float32)
         sums, nonfinite = np.zeros(1), np.zeros(1, np.uint8)
-        tile = _example_tile(variant, len(self.rule.state_names))
+        tile = _example_tile(variant, self.rule)
         yield self.rule.kernel, self._update_arguments(tile, rows, select)
         yield (
             square_sums_of_tile,
@@ -141,21 +157,27 @@ class NumbaBackend:
             yield accumulate_next, (tile.grad, tile.acc, self.flush_denormals)
 
 
-def _num_blocks(array: np.ndarray) -> int:
-    return -(-array.size // BLOCK)
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
 
 
-def _example_tile(variant: Variant, num_moments: int) -> TileArrays:
+def _is_signed(name: str) -> bool:
+    """Whether a moment has a sign; what a square root is taken of has none."""
+    return not name.endswith("_sq")
+
+
+def _example_tile(variant: Variant, rule: KernelRule) -> TileArrays:
     """Arrays with the types of a variant."""
-    state = [np.zeros(NORM_BLOCK, np.float32) for _ in range(num_moments + 2)]
+    fp32 = np.zeros(NORM_BLOCK, np.float32)
+    moments = tuple(np.zeros(NORM_BLOCK // array.per, array.dtype) for array in rule.stored)
     return TileArrays(
         grad=np.zeros(NORM_BLOCK, DTYPES[variant.grad]),
-        acc=state[-1] if variant.acc else None,
-        master=state[-2],
-        moments=tuple(state[:-2]),
+        acc=fp32 if variant.acc else None,
+        master=fp32,
+        moments=moments,
         weight=None if variant.weight is None else np.zeros(NORM_BLOCK, DTYPES[variant.weight]),
         sums=np.zeros(1) if variant.sums else None,
         nonfinite=np.zeros(1, np.uint8) if variant.sums else None,
         blocks=np.zeros((0, 3), np.int64),
-        new_state=tuple(state[:-1]) if variant.new_state else None,
+        new_state=(fp32, *moments) if variant.new_state else None,
     )

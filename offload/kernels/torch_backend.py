@@ -38,6 +38,8 @@ class TorchAdamWRule:
 
     name = AdamWRule.name
     state_names = AdamWRule.state_names
+    stored = AdamWRule.stored
+    is_reduced = False
     num_columns = COEF + 1
 
     def row(self, group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[float, ...]:
@@ -171,6 +173,12 @@ class TorchBackend:
 
     def round_weights(self, master: np.ndarray, weight: np.ndarray) -> None:
         _write_weight(torch.from_numpy(master), weight)
+
+    def unpack(self, name: str, stored: tuple[np.ndarray, ...], values: np.ndarray) -> None:
+        self.expand(stored[0], values)
+
+    def pack(self, name: str, values: np.ndarray, stored: tuple[np.ndarray, ...]) -> None:
+        self.round_weights(values, stored[0])
 
     def fill_zero(self, array: np.ndarray) -> None:
         torch.from_numpy(array).zero_()

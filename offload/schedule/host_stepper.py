@@ -24,7 +24,7 @@ import torch
 
 from offload.config import OffloadConfig
 from offload.errors import ParameterError
-from offload.host_state import ChunkState, HostGradients, HostState
+from offload.host_state import ChunkState, Counters, HostGradients, HostState
 from offload.kernels.backend import Backend, Variant
 from offload.layout import Chunk, Piece, Span
 from offload.parameters import ParamRecord
@@ -39,6 +39,7 @@ from offload.schedule.host_jobs import (
     StoreTile,
 )
 from offload.schedule.pipeline import Arrival, Launch, Pipeline, TilePlan
+from offload.schedule.reduced_state import counters_of, stored_parts
 from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.worker import Call, Job, Worker
 from offload.transfer.pinned import Slab, allocate
@@ -114,7 +115,8 @@ class HostStepper:
     ) -> None:
         """See `Stepper.add_chunks`."""
         self._fit_rings(chunks)
-        self._worker.call(lambda: self._allocate(chunks))
+        counters = counters_of(records) if self.rule.is_reduced else None
+        self._worker.call(lambda: self._allocate(chunks, counters))
         for chunk in chunks:
             self._register(chunk, records)
         mine = [records[span.param] for chunk in chunks for span in chunk.spans]
@@ -124,12 +126,12 @@ class HostStepper:
         self._load([record for record in mine if record.index not in masters])
         self._check(given)
 
-    def _allocate(self, chunks: Sequence[Chunk]) -> None:
+    def _allocate(self, chunks: Sequence[Chunk], counters: Counters | None) -> None:
         """On the worker, whose team touches the memory."""
-        self._state.add(chunks)
+        self._state.add(chunks, counters)
         shadowed = []
         for chunk in chunks:
-            num_bytes = 4 * chunk.numel * (1 + len(self.rule.state_names))
+            num_bytes = self._state.bytes_of(chunk)
             if num_bytes <= self._shadow_bytes:
                 self._shadow_bytes -= num_bytes
                 shadowed.append(chunk)
@@ -174,17 +176,39 @@ class HostStepper:
                 self._places[piece.param].append((plan, piece))
 
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
-        """See `Stepper.state`."""
+        """See `Stepper.state`; without moments where these are reduced: `read_moments` has them."""
         index, span = self._spans[record.index]
         chunk = self._state.chunks[index]
         part = slice(span.start, span.start + span.numel)
-        return {
-            "master": chunk.master[part],
-            **{
-                name: moment[part]
-                for name, moment in zip(self._state.rule.state_names, chunk.moments, strict=True)
-            },
-        }
+        views = {"master": chunk.master[part]}
+        if not self.rule.is_reduced:
+            moments = zip(self.rule.state_names, chunk.moments, strict=True)
+            views |= {name: moment[part] for name, moment in moments}
+        return views
+
+    def read_moments(self, record: ParamRecord, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """See `Reduced.read_moments`."""
+        values = {name: torch.empty(record.numel) for name in names}
+
+        def unpack() -> None:
+            for name, target in values.items():
+                self._backend.unpack(name, self._stored(record, name), target.numpy())
+
+        self._worker.call(unpack)
+        return values
+
+    def write_moments(self, record: ParamRecord, values: Mapping[str, torch.Tensor]) -> None:
+        """See `Reduced.write_moments`."""
+
+        def pack() -> None:
+            for name, source in values.items():
+                self._backend.pack(name, source.numpy(), self._stored(record, name))
+
+        self._worker.call(pack)
+
+    def _stored(self, record: ParamRecord, name: str) -> tuple[np.ndarray, ...]:
+        index, span = self._spans[record.index]
+        return stored_parts(self._state.chunks[index], span, self.rule.state_names.index(name), self.rule)
 
     def block_sums(self, chunk: int) -> BlockSums:
         """See `Stepper.block_sums`."""

@@ -140,6 +140,14 @@ class HybridStepper:
         """See `Stepper.state`."""
         return self._stepper(record).state(record)
 
+    def read_moments(self, record: ParamRecord, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """See `Reduced.read_moments`: only chunks on the host have such."""
+        return self._host.read_moments(record, names)
+
+    def write_moments(self, record: ParamRecord, values: Mapping[str, torch.Tensor]) -> None:
+        """See `Reduced.write_moments`."""
+        self._host.write_moments(record, values)
+
     def load_weights(self, records: Sequence[ParamRecord], *, force: bool = False) -> set[int]:
         """See `Stepper.load_weights`."""
         taken: set[int] = set()

@@ -26,6 +26,9 @@ SUMS_BYTES = 9
 
 BLOCK_NUMEL = 1024
 
+MOMENT_BLOCK_BYTES = {"fp32": 4096, "bf16": 2048, "int8": 1024 + 4}
+"""Bytes of one moment of `BLOCK_NUMEL` elements, by how moments are kept: in 8 bits each block has an FP32 scale."""
+
 SPARE_SHARE = 0.9
 """Of the host memory available now that a second set of state may make use of."""
 
@@ -93,7 +96,7 @@ class ChunkSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What has to be kept, and moved: elements of the parameters on this rank, and FP32 state arrays per element.
+    """What has to be kept, and moved: elements of the parameters on this rank, and state arrays per element.
 
     `ring_bytes`: of both rings. `backlog_bytes`: gradients that may wait on the device for the worker. `own_master_numel`:
     elements of FP32 weights, which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the
@@ -101,7 +104,7 @@ class Workload:
     where those are finer. `speculates`: a wavefront wants a second set of state. `stream_tile_numel`: elements of a tile of
     chunked-stream; `tile_numel`: of all others, a hybrid's streamed ones too. `stream_share`: of a hybrid, where the user
     fixed it; `rebalances`: whether steps may correct it. `can_mix`: whether host and device compute the same bits here.
-    `backward_s`: seconds that backward takes; None: not known.
+    `backward_s`: seconds that backward takes; None: not known. `moments`: how they are kept, on the host alone if not FP32.
     """
 
     numel: int
@@ -125,16 +128,26 @@ class Workload:
     rebalances: bool = False
     can_mix: bool = False
     backward_s: float | None = None
+    moments: str = "fp32"
 
     @property
     def state_bytes(self) -> int:
-        """FP32 state."""
-        return 4 * self.state_arrays * self.numel
+        """Masters and moments."""
+        return self._state_bytes_of(self.numel)
 
     @property
     def shadow_bytes(self) -> int:
-        """A second set of FP32 state, padding included: chunk by chunk it fits or does not."""
-        return 4 * self.state_arrays * sum(chunk.numel for chunk in self.chunks)
+        """A second set of state, padding included: chunk by chunk it fits or does not."""
+        return self._state_bytes_of(sum(chunk.numel for chunk in self.chunks))
+
+    @property
+    def reduction_bytes(self) -> int:
+        """What reduced moments save."""
+        return 4 * self.state_arrays * self.numel - self.state_bytes
+
+    def _state_bytes_of(self, numel: int) -> int:
+        per_block = 4 * BLOCK_NUMEL + (self.state_arrays - 1) * MOMENT_BLOCK_BYTES[self.moments]
+        return -(-per_block * numel // BLOCK_NUMEL)
 
     @property
     def stream_bytes(self) -> int:
@@ -193,6 +206,8 @@ def needs_of(mode: str, workload: Workload, machine: Machine) -> Needs:
 def _host_needs(workload: Workload, machine: Machine) -> Needs:
     pinned = workload.ring_bytes if machine.has_gpu else 0
     words = [_host_reason(workload)]
+    if workload.moments != "fp32":
+        words.append(_reduction_reason(workload))
     pins = workload.holds_gradients  # without a GPU nothing is pinned, and copies end there all the same
     if (
         pins
@@ -253,6 +268,17 @@ def _stream_needs(mode: str, workload: Workload, machine: Machine) -> Needs:
         return Needs(0, state + buffers + gradients, 0, 0, tuple(words))
     words.append(f"gradients stay on the device until step(): {gib(gradients)}")
     return Needs(buffers, state, state, gradients, tuple(words))
+
+
+def _reduction_reason(workload: Workload) -> str:
+    """An update reads and writes state once, beside a gradient and a weight."""
+    saved, numel = workload.reduction_bytes, max(workload.numel, 1)
+    moved = 2 * workload.state_bytes + workload.gradient_bytes + workload.weight_bytes
+    return (
+        f"moments in {workload.moments}: {gib(saved)} less of state, {workload.state_bytes / numel:.2f} bytes per parameter "
+        f"instead of {4 * workload.state_arrays}; an update moves {moved / numel:.1f} bytes per parameter instead of "
+        f"{(moved + 2 * saved) / numel:.1f}"
+    )
 
 
 def _host_reason(workload: Workload) -> str:

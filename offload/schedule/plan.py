@@ -167,7 +167,7 @@ def draft(mode: str, workload: Workload, machine: Machine, rates: Rates | None =
 
 def needs_rates(requested: str, workload: Workload, machine: Machine) -> bool:
     """Whether `plan` would choose by rates."""
-    if not machine.has_gpu:
+    if not machine.has_gpu or workload.moments != "fp32":
         return False
     if requested == "hybrid":
         return workload.stream_share is None
@@ -178,6 +178,9 @@ def _choose(workload: Workload, machine: Machine, rates: Rates | None) -> Plan:
     """The fastest that fits; where nothing does, the one that misses least, for `plan` to refuse."""
     if not machine.has_gpu or machine.free_device_bytes is None:
         reason = "parameters are on the CPU: the wavefront takes the same path as on a GPU"
+        return _make("wavefront", workload, machine, rates, reason)
+    if workload.moments != "fp32":
+        reason = f"moments={workload.moments!r}: only the wavefront keeps them so"
         return _make("wavefront", workload, machine, rates, reason)
     need = f"state of {gib(workload.state_bytes)}"
     limit, what = _device_limit(machine)

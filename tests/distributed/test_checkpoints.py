@@ -7,6 +7,7 @@ the next step of 4, 3 and 1 ranks can have the same bits.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -33,6 +34,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import offload
 from offload.distributed import shard_like, shard_of
 from tests.distributed.ranks import Ranks
+from tests.training import KERNEL_CACHE
 
 DEADLINE_S = 30.0
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -85,6 +87,9 @@ def make(model: Net, kind: str = "wavefront", **options: Any) -> Any:
     if kind == "wrapper":
         return offload.CPUOffloadOptimizer(torch.optim.AdamW(model.named_parameters(), **options))
     config = offload.OffloadConfig(tile_numel=1024, ring_slots=2, threads=1)
+    if kind == "bf16 moments":
+        config = dataclasses.replace(config, moments="bf16", kernel_cache_dir=KERNEL_CACHE)
+        return offload.AdamW(model.named_parameters(), mode="wavefront", config=config, **options)
     return offload.AdamW(model.named_parameters(), mode=kind, backend="torch", config=config, **options)
 
 
@@ -177,6 +182,7 @@ def save_resharded(
         ("chunked-stream", "fsdp", True),
         ("resident", "hsdp", False),
         ("wrapper", "fsdp", True),
+        ("bf16 moments", "fsdp", False),
     ],
 )
 def test_f30_saved_on_four_ranks_loaded_on_three_and_on_one(

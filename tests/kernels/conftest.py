@@ -19,6 +19,7 @@ FP32 = Variant(grad="fp32", weight="fp32", sums=True)
 FP32_MASTER = Variant(grad="fp32", acc=True, weight=None)
 ADAMW_VARIANTS = (PLAIN, FULL, FP32, FP32_MASTER)
 SIGN_SGD_VARIANTS = (FULL, FP32)
+REDUCED_VARIANTS = (PLAIN, FULL)
 
 
 class InWorker:
@@ -53,6 +54,7 @@ def start_backend() -> Iterator[Callable[..., Any]]:
                 backend: Any = TorchBackend(rule, num_threads=2, flush_denormals=flush)
             else:
                 variants = SIGN_SGD_VARIANTS if rule is SignSGDRule else ADAMW_VARIANTS
+                variants = REDUCED_VARIANTS if rule.is_reduced else variants
                 backend = NumbaBackend(rule, num_threads=2, flush_denormals=flush, variants=variants)
             started[key] = InWorker(backend)
         return started[key]
