@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import train
 from _measure import format_table, write_json
-from _models import SHAPES, build_model, num_parameters
+from _models import build_model, num_parameters
 from _progress import progress
+from _shapes import SHAPES
 from _text import load_text, sample_batch
 from torch import Tensor
 

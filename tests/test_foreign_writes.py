@@ -12,7 +12,14 @@ def test_a_late_tile_does_not_hide_what_was_written_over_an_early_one() -> None:
     """The second tile of ``a`` waits for ``b``, which gets no gradient: `note_write` comes again after the foreign one."""
     a, b = (nn.Parameter(torch.ones(numel, dtype=torch.bfloat16)) for numel in (3072, 1024))
     config = offload.OffloadConfig(tile_numel=2048, threads=1)
-    with offload.AdamW([b, a], lr=1e-2, mode="wavefront", backend="torch", config=config) as optimizer:
+    model = nn.Module()
+    model.b, model.a = b, a
+    with offload.AdamW(
+        model.named_parameters(), lr=1e-2, mode="wavefront", backend="torch", config=config
+    ) as optimizer:
+        (a.float().pow(2).sum() + b.float().pow(2).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
         a.float().pow(2).sum().backward()
         optimizer._engine._stepper.finish()  # the early update has been written
         with torch.no_grad():
