@@ -16,8 +16,8 @@ __all__ = [
     "NONFINITE_POLICIES",
     "OffloadConfig",
     "check_choice",
+    "check_moments",
 ]
-__all__ += ["check_moments"]
 
 MODES = ("resident", "all-at-once", "chunked-sync", "chunked-stream", "wavefront", "hybrid", "auto")
 """Where state lives and when it is stepped; the table in docs/architecture.md says which is which."""

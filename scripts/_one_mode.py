@@ -13,6 +13,7 @@ from typing import Any
 import _environment
 import _resume
 import torch
+from _growth import Memory, growth
 from _measure import PhaseClock, device_bytes, host_bytes, peak_host_bytes, stage_medians, synchronize
 from _models import LanguageModel, build_model, implementation_of, num_parameters
 from _optimizers import (
@@ -157,18 +158,25 @@ def measure_length(
 
     for _ in range(args.warmup):
         step()
+    gc.collect()
+    gc.freeze()  # a collection of all that was imported takes 0.3 s: what is there by now is not looked at again
     optimizer.synchronize()
     synchronize(device)
     clock = PhaseClock(device)
     started = time.perf_counter()
+    memory = []
     for _ in range(args.steps):
         step()
+        memory.append(_memory_now(args, device))
     clock.mark("end")
     optimizer.synchronize()
     synchronize(device)
     wall_s = time.perf_counter() - started
+    gc.unfreeze()
+    found = times(clock.durations(), wall_s / args.steps, args.batch * length * world.size)
     return {
-        **times(clock.durations(), wall_s / args.steps, args.batch * length * world.size),
+        **found,
+        "long_run": growth(memory, found["all_step_s"]),
         **device_bytes(device),
         "pinned_bytes": pinned_bytes(args.worker),
         "host_bytes": host_bytes(),
@@ -176,6 +184,11 @@ def measure_length(
         "stages": stage_medians(reports[args.warmup :]),
         "losses": [loss.item() for loss in losses],
     }
+
+
+def _memory_now(args: argparse.Namespace, device: torch.device) -> Memory:
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return Memory(allocated, pinned_bytes(args.worker), host_bytes())
 
 
 def times(phases: dict[str, list[float]], mean_step_s: float, tokens: int) -> dict[str, Any]:

@@ -62,6 +62,13 @@ def print_tables(result: dict[str, Any]) -> None:
     print_threads(result["threads"])
     for mode, check in result["checkpoints"].items():
         print(f"\nCheckpoint, {describe(mode, check)}")
+    for run in done:
+        if run["long_run"] is not None:
+            gained = ", ".join(f"{name} {num:+,}" for name, num in run["long_run"]["growth_bytes"].items())
+            slower = f"{run['long_run']['slowdown']:+.1%}"
+            print(
+                f"\n{run['mode']} at {run['seq']} tokens, long run: bytes gained: {gained}; last steps {slower}"
+            )
     for length in dict.fromkeys(run["seq"] for run in done):
         print_losses(length, [run for run in done if run["seq"] == length])
     for run in done:
