@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from _models import SHAPES, Decoder, LanguageModel
+from _models import Decoder, LanguageModel
+from _shapes import SHAPES
 
 import offload
 from offload.assembly import HYBRID_CHUNK_NUMEL
