@@ -28,6 +28,9 @@ UPDATE_BYTES = 28
 HOST_NUMEL = 96 * 2**20
 """Elements of each of the two arrays with which host memory is measured: more than any cache holds."""
 
+PARTS_PER_THREAD = 4
+"""So that a thread whose core is busy with something else leaves the rest to the others, as in the kernels."""
+
 LINK_BYTES = 64 * 2**20
 REPEATS = 3
 
@@ -97,7 +100,8 @@ def measure_host_bytes(num_threads: int, numel: int = HOST_NUMEL) -> float:
     threads of our own: torch's count is often one, since torchrun sets OMP_NUM_THREADS.
     """
     left, right = (np.empty(numel, np.float32) for _ in range(2))
-    bounds = [numel * part // num_threads for part in range(num_threads + 1)]
+    num_parts = PARTS_PER_THREAD * num_threads
+    bounds = [numel * part // num_parts for part in range(num_parts + 1)]
     parts = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def add(part: slice) -> None:

@@ -40,6 +40,7 @@ from offload.kernels.blocks import BLOCK, NORM_BLOCK, make_blocks
 from offload.kernels.jit import Kernel, inner
 from offload.kernels.numba_backend import NumbaBackend
 from offload.kernels.rule import AdamWRule
+from offload.kernels.shares import items
 from offload.kernels.stream import drain, fence, make_stage
 
 GROUP: dict[str, Any] = {
@@ -95,16 +96,18 @@ def triad_streamed_block(block, a, b, c):
 
 
 @Kernel
-def triad(first, last, a, b, c):
-    for block in prange(first, last):
-        start, stop = block * BLOCK, min(block * BLOCK + BLOCK, a.size)
-        triad_span(a[start:stop], b[start:stop], c[start:stop])
+def triad(first, last, shares, a, b, c):
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            start, stop = block * BLOCK, min(block * BLOCK + BLOCK, a.size)
+            triad_span(a[start:stop], b[start:stop], c[start:stop])
 
 
 @Kernel
-def triad_streamed(first, last, a, b, c):
-    for block in prange(first, last):
-        triad_streamed_block(block, a, b, c)
+def triad_streamed(first, last, shares, a, b, c):
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            triad_streamed_block(block, a, b, c)
 
 
 class Arrays:

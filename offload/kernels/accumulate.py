@@ -16,6 +16,7 @@ from offload.kernels.bits import bf16_from_float, float_from_bf16
 from offload.kernels.blocks import BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
+from offload.kernels.shares import items
 
 __all__ = ["accumulate_next", "expand", "fill_zero", "load_gradient", "round_weights", "write"]
 
@@ -108,39 +109,43 @@ def accumulate_block(block, grad, acc, flush):
 
 
 @Kernel
-def accumulate_next(first, last, grad, acc, flush):
+def accumulate_next(first, last, shares, grad, acc, flush):
     """Add a later micro-batch: ``acc = acc + f32(grad)``.
 
     grad: uint16[n] (BF16 bits) or float32[n]; acc: float32[n], in place; flush: bool, denormals are 0.
     """
-    for block in prange(first, last):
-        accumulate_block(block, grad, acc, flush)
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            accumulate_block(block, grad, acc, flush)
 
 
 @Kernel
-def expand(first, last, source, target):
+def expand(first, last, shares, source, target):
     """``target = f32(source)``, exact: the first micro-batch into its accumulator, or weights into masters.
 
     source: uint16[n] (BF16 bits) or float32[n]; target: float32[n], out.
     """
-    for block in prange(first, last):
-        start, stop = block * BLOCK, min(block * BLOCK + BLOCK, target.size)
-        convert_span(source[start:stop], target[start:stop])
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            start, stop = block * BLOCK, min(block * BLOCK + BLOCK, target.size)
+            convert_span(source[start:stop], target[start:stop])
 
 
 @Kernel
-def round_weights(first, last, master, weight):
+def round_weights(first, last, shares, master, weight):
     """``weight = bf16(master)`` to nearest even, NaN as 0x7fc0; or a copy where the weight is FP32.
 
     master: float32[n]; weight: uint16[n] (BF16 bits) or float32[n], out.
     """
-    for block in prange(first, last):
-        start, stop = block * BLOCK, min(block * BLOCK + BLOCK, weight.size)
-        convert_span(master[start:stop], weight[start:stop])
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            start, stop = block * BLOCK, min(block * BLOCK + BLOCK, weight.size)
+            convert_span(master[start:stop], weight[start:stop])
 
 
 @Kernel
-def fill_zero(first, last, array):
+def fill_zero(first, last, shares, array):
     """``array = 0`` by the team, so that each page is first touched by the thread that will use it. Any dtype."""
-    for block in prange(first, last):
-        array[block * BLOCK : min(block * BLOCK + BLOCK, array.size)] = 0
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            array[block * BLOCK : min(block * BLOCK + BLOCK, array.size)] = 0

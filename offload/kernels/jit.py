@@ -63,10 +63,11 @@ def _jit(function: Callable[..., Any], flags: dict[str, Any]) -> Any:
 
 
 class Kernel:
-    """A function ``(first, last, *arrays)`` over work items ``prange(first, last)``, compiled in one of two forms.
+    """A function ``(first, last, shares, *arrays)`` for workers ``prange(first, last)``, compiled in one of two forms.
 
-    ``parallel``: Numba's thread team takes the items. ``serial``: the caller's thread takes them all, and the team is an
-    executor (see `offload.kernels.team`). Both come from the same Python function, hence give the same bits.
+    Each worker takes work items from ``shares``, see `offload.kernels.shares`. ``parallel``: the workers are threads of
+    Numba's team. ``serial``: the caller's thread is all of them, and the team is an executor (see `offload.kernels.team`).
+    Both come from the same Python function, hence give the same bits.
     Nothing is compiled until `compile`, and a call with types that were not compiled raises.
     """
 
@@ -100,14 +101,16 @@ class Kernel:
                     # From now on an unexpected type raises, instead of compiling for a second inside backward.
                     dispatcher.disable_compile()
 
-    def __call__(self, first: int, last: int, arguments: tuple[Any, ...], *, parallel: bool) -> None:
-        """Run work items ``first`` to ``last``."""
+    def __call__(
+        self, first: int, last: int, shares: np.ndarray, arguments: tuple[Any, ...], *, parallel: bool
+    ) -> None:
+        """Run as workers ``first`` to ``last``, until no item is left in ``shares``."""
         if jit_disabled():
             with np.errstate(all="ignore"):
-                self.python(first, last, *arguments)
+                self.python(first, last, shares, *arguments)
             return
         try:
-            self.form(parallel)(first, last, *arguments)
+            self.form(parallel)(first, last, shares, *arguments)
         except TypeError as error:
             raise KernelError(
                 f"kernel {self.name} was not compiled for these argument types: {_describe(arguments)}. "
@@ -117,7 +120,7 @@ class Kernel:
 
 def _signature(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The Numba types of a call; both bounds are Python ints."""
-    return tuple(numba.typeof(argument) for argument in (0, 0, *arguments))
+    return tuple(numba.typeof(argument) for argument in (0, 0, np.zeros((1, 1), np.int64), *arguments))
 
 
 def _describe(arguments: tuple[Any, ...]) -> str:

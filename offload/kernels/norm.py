@@ -21,6 +21,7 @@ from offload.kernels.bits import bits_from_float
 from offload.kernels.blocks import NORM_BLOCK
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
+from offload.kernels.shares import items
 
 __all__ = ["add_blocks", "square_sums_of_rows", "square_sums_of_tile", "write_sums"]
 
@@ -131,15 +132,16 @@ def square_sums_of_block(block, grad, acc, sums, nonfinite, blocks, select, flus
 
 
 @Kernel
-def square_sums_of_tile(first, last, grad, acc, sums, nonfinite, blocks, select, flush):
+def square_sums_of_tile(first, last, shares, grad, acc, sums, nonfinite, blocks, select, flush):
     """The squared norm of every norm block of a tile; nothing else is read or written.
 
     grad: uint16[n] (BF16 bits) or float32[n]; acc: float32[n] or None; the gradient is ``round(acc + grad)``.
     sums: float64[n // 1024], out; nonfinite: uint8[n // 1024], out: 1 where an element is inf or NaN.
     blocks: int64[k, 3]; select: uint8[r], only rows that are not 0 are processed; flush: bool, denormals count as 0.
     """
-    for block in prange(first, last):
-        square_sums_of_block(block, grad, acc, sums, nonfinite, blocks, select, flush)
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            square_sums_of_block(block, grad, acc, sums, nonfinite, blocks, select, flush)
 
 
 def add_blocks(sums: np.ndarray, first: int = 0, last: int | None = None) -> float:

@@ -28,6 +28,7 @@ from numba import prange
 from offload.kernels.bits import bits_from_float, float_from_bits
 from offload.kernels.blocks import BLOCK, NORM_BLOCK
 from offload.kernels.jit import Kernel, inner
+from offload.kernels.shares import items
 
 __all__ = [
     "NOISE_MASK",
@@ -181,20 +182,22 @@ def pack_block(block, values, signed, codes, scales):
 
 
 @Kernel
-def unpack_codes(first, last, codes, scales, signed, values):
+def unpack_codes(first, last, shares, codes, scales, signed, values):
     """A parameter's moment as float32.
 
     codes: uint8[n]; scales: float32[ceil(n / 1024)]; signed: bool; values: float32[n], out.
     """
-    for block in prange(first, last):
-        unpack_block(block, codes, scales, signed, values)
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            unpack_block(block, codes, scales, signed, values)
 
 
 @Kernel
-def pack_codes(first, last, values, signed, codes, scales):
+def pack_codes(first, last, shares, values, signed, codes, scales):
     """The reverse of `unpack_codes`, rounded to nearest.
 
     values: float32[n]; signed: bool; codes: uint8[n], out; scales: float32[ceil(n / 1024)], out.
     """
-    for block in prange(first, last):
-        pack_block(block, values, signed, codes, scales)
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            pack_block(block, values, signed, codes, scales)

@@ -31,6 +31,7 @@ from offload.kernels.quantized import (
     unsigned_code,
 )
 from offload.kernels.rounding import ELEMENT, KEY, bf16_at_random, random_bits, step_columns, step_key
+from offload.kernels.shares import items
 from offload.kernels.stream import drain, fence, make_stage
 
 __all__ = ["NUM_COLUMNS", "hyper_row", "update_bf16_tile", "update_int8_tile"]
@@ -184,7 +185,7 @@ def update_block(
 
 @Kernel
 def update_bf16_tile(
-    first, last, grad, acc, master, exp_avg, exp_avg_sq, new_master, new_exp_avg, new_exp_avg_sq, weight,
+    first, last, shares, grad, acc, master, exp_avg, exp_avg_sq, new_master, new_exp_avg, new_exp_avg_sq, weight,
     sums, nonfinite, blocks, rows, select, flush,
 ):
     """One AdamW step with moments in BF16. All as in `offload.kernels.adamw.update_tile`, but for these:
@@ -192,17 +193,18 @@ def update_bf16_tile(
     exp_avg, exp_avg_sq, new_exp_avg, new_exp_avg_sq: uint16[n] (BF16 bits). blocks: int64[k, 5], see
     `offload.kernels.rounding.with_counters`; rows: float32[r, 10].
     """
-    for block in prange(first, last):
-        update_block(
-            block, grad, acc, master, exp_avg, exp_avg_sq, None, None,
-            new_master, new_exp_avg, new_exp_avg_sq, None, None, weight,
-            sums, nonfinite, blocks, rows, select, flush,
-        )
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            update_block(
+                block, grad, acc, master, exp_avg, exp_avg_sq, None, None,
+                new_master, new_exp_avg, new_exp_avg_sq, None, None, weight,
+                sums, nonfinite, blocks, rows, select, flush,
+            )
 
 
 @Kernel
 def update_int8_tile(
-    first, last, grad, acc, master, exp_avg, exp_avg_sq, scale, scale_sq,
+    first, last, shares, grad, acc, master, exp_avg, exp_avg_sq, scale, scale_sq,
     new_master, new_exp_avg, new_exp_avg_sq, new_scale, new_scale_sq, weight,
     sums, nonfinite, blocks, rows, select, flush,
 ):
@@ -211,12 +213,13 @@ def update_int8_tile(
     exp_avg, exp_avg_sq, new_exp_avg, new_exp_avg_sq: uint8[n], codes of `offload.kernels.quantized`, signed and unsigned;
     scale, scale_sq, new_scale, new_scale_sq: float32[n // 1024], the scales of the blocks.
     """
-    for block in prange(first, last):
-        update_block(
-            block, grad, acc, master, exp_avg, exp_avg_sq, scale, scale_sq,
-            new_master, new_exp_avg, new_exp_avg_sq, new_scale, new_scale_sq, weight,
-            sums, nonfinite, blocks, rows, select, flush,
-        )
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            update_block(
+                block, grad, acc, master, exp_avg, exp_avg_sq, scale, scale_sq,
+                new_master, new_exp_avg, new_exp_avg_sq, new_scale, new_scale_sq, weight,
+                sums, nonfinite, blocks, rows, select, flush,
+            )
 
 
 # fmt: on

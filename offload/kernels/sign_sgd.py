@@ -20,6 +20,7 @@ from offload.kernels.blocks import NORM_BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
 from offload.kernels.norm import write_sums
+from offload.kernels.shares import items
 from offload.kernels.stream import drain, fence, make_stage, put
 
 __all__ = ["NUM_COLUMNS", "hyper_row", "update_tile"]
@@ -91,7 +92,7 @@ def update_block(block, grad, acc, master, new_master, weight, sums, nonfinite, 
 
 @Kernel
 def update_tile(
-    first, last, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush
+    first, last, shares, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush
 ):
     """One step of the selected parameters of a tile; all arrays have the tile's length n.
 
@@ -101,10 +102,11 @@ def update_tile(
     sums: float64[n // 1024], nonfinite: uint8[n // 1024], out, or both None: see `offload.kernels.norm`; of the gradient
     before ``coef``. blocks: int64[k, 3]; rows: float32[r, 3]; select: uint8[r]; flush: bool, denormals are 0.
     """
-    for block in prange(first, last):
-        update_block(
-            block, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush
-        )
+    for worker in prange(first, last):
+        for block in items(shares, worker):
+            update_block(
+                block, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush
+            )
 
 
 # fmt: on

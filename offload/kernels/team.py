@@ -13,12 +13,12 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numba
 
 from offload.kernels.jit import Kernel, jit_disabled
+from offload.kernels.shares import make_shares
 
 __all__ = [
     "ExecutorTeam",
@@ -142,7 +142,7 @@ class LayerTeam:
         self.name = str(numba.threading_layer())
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
-        kernel(0, count, arguments, parallel=True)
+        kernel(0, self.num_threads, make_shares(count, self.num_threads), arguments, parallel=True)
 
     def close(self) -> None:
         pass
@@ -164,16 +164,14 @@ class ExecutorTeam:
             self._executor = ThreadPoolExecutor(self.num_threads - 1, thread_name_prefix="offload-kernel")
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
-        bounds = [count * share // self.num_threads for share in range(self.num_threads + 1)]
-        shares = [share for share in pairwise(bounds) if share[0] < share[1]]
+        shares = make_shares(count, self.num_threads)
         futures = []
         if self._executor is not None:
             futures = [
-                self._executor.submit(kernel, first, last, arguments, parallel=False)
-                for first, last in shares[1:]
+                self._executor.submit(kernel, worker, worker + 1, shares, arguments, parallel=False)
+                for worker in range(1, self.num_threads)
             ]
-        for first, last in shares[:1]:
-            kernel(first, last, arguments, parallel=False)
+        kernel(0, 1, shares, arguments, parallel=False)
         for future in futures:
             future.result()
 
@@ -194,7 +192,7 @@ class PythonTeam:
         pass
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
-        kernel(0, count, arguments, parallel=False)
+        kernel(0, 1, make_shares(count, 1), arguments, parallel=False)
 
     def close(self) -> None:
         pass
