@@ -18,14 +18,24 @@ class Memory(NamedTuple):
     host: int
 
 
+def is_sampled(step: int, num_steps: int) -> bool:
+    """Whether memory is compared after this step: two samples of a run that is long enough, else none.
+
+    Only there, since what is under way has to end first: an update that overlaps the next forward holds gradients.
+    """
+    return num_steps >= 2 * FIRST and step in (FIRST - 1, num_steps - 1)
+
+
 def growth(memory: Sequence[Memory], step_s: Sequence[float]) -> dict[str, Any] | None:
     """Bytes gained from step `FIRST` to the last, and how much slower the last `FIRST` steps are than the first ones.
 
-    None for runs of fewer than twice as many steps.
+    Args:
+        memory: the samples that `is_sampled` asks for; without them the result is None.
+        step_s: seconds of all steps.
     """
-    if len(memory) < 2 * FIRST:
+    if not memory:
         return None
-    before, after = memory[FIRST - 1], memory[-1]
+    before, after = memory
     first, last = (statistics.median(part) for part in (step_s[:FIRST], step_s[-FIRST:]))
     return {
         "growth_bytes": {

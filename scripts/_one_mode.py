@@ -13,7 +13,7 @@ from typing import Any
 import _environment
 import _resume
 import torch
-from _growth import Memory, growth
+from _growth import Memory, growth, is_sampled
 from _measure import PhaseClock, device_bytes, host_bytes, peak_host_bytes, stage_medians, synchronize
 from _models import LanguageModel, build_model, implementation_of, num_parameters
 from _optimizers import (
@@ -21,6 +21,7 @@ from _optimizers import (
     OVERLAPPING,
     make_optimizer,
     measure_rates,
+    measure_rates_anew,
     parse_assignments,
     pinned_bytes,
     thread_budget,
@@ -28,6 +29,8 @@ from _optimizers import (
 )
 from _ranks import World
 from _shapes import SHAPES, DecoderShape
+
+TRACED_STEPS = 3
 
 
 def measure_mode(args: argparse.Namespace, world: World) -> dict[str, Any]:
@@ -41,41 +44,51 @@ def measure_mode(args: argparse.Namespace, world: World) -> dict[str, Any]:
     started = time.perf_counter()
     config = parse_assignments(args.config)
     threads = None if args.worker == BASELINE else world.gather(thread_budget(device, config))
-    model, optimizer, rates = build(args, device, world, args.seed)
+    model, rates = build_model_and_measure(args, device, world, args.seed)
+    constructing = time.perf_counter()
+    optimizer = build_optimizer(args, model)
     synchronize(device)
+    ended = time.perf_counter()
     result = {
         "mode": args.worker,
         "parameters": num_parameters(model),
         "implementation": implementation_of(model),
-        "setup_s": time.perf_counter() - started,
+        "setup_s": ended - started,
+        "construction_s": ended - constructing,
         "environment": _environment.describe(device),
         "threads": threads,
         "update": update_seconds(args.worker, optimizer, rates, config, parse_assignments(args.optimizer)),
     }
     result["runs"] = measure_lengths(args, model, optimizer, device, world)
+    has_failed = result["runs"][-1]["status"] != "ok"
+    if args.trace and args.worker != BASELINE and not has_failed:
+        trace_lengths(args, model, optimizer, device, world)
     if args.worker != BASELINE:
         result["plan"] = str(optimizer.plan)  # as it is after the steps: a hybrid moves its balance
     for run in result["runs"]:
         run["update"] = result["update"]
-    if args.checkpoint and args.worker != BASELINE and result["runs"][-1]["status"] == "ok":
+    if result["update"] is not None:
+        result["rates_after"] = vars(measure_rates_anew(device, config.get("threads")))
+    if args.checkpoint and args.worker != BASELINE and not has_failed:
         batch = batch_of(args, args.seq[-1], device, world)
         saved = _resume.save_and_go_on(args.checkpoint / args.worker, model, optimizer, batch, world)
         optimizer.close()
         del model, optimizer
         free(device)
-        model, optimizer, _ = build(
+        model, _ = build_model_and_measure(
             args, device, world, args.seed + 1
-        )  # so that nothing is equal before it is loaded
+        )  # nothing is equal before it is loaded
+        optimizer = build_optimizer(args, model)
         exact = args.deterministic or device.type == "cpu"
         result["checkpoint"] = _resume.load_and_compare(saved, model, optimizer, batch, world, exact=exact)
     optimizer.close()
     return result
 
 
-def build(
+def build_model_and_measure(
     args: argparse.Namespace, device: torch.device, world: World, seed: int
-) -> tuple[LanguageModel, Any, Any]:
-    """Model, optimizer of the mode, and the rates that were measured between them."""
+) -> tuple[LanguageModel, Any]:
+    """The model, and the machine's rates, which the optimizer's plan then knows."""
     model = build_model(
         shape_of(args),
         device,
@@ -84,10 +97,12 @@ def build(
         seed=seed,
         shard=world.shard,
     )
-    config = parse_assignments(args.config)
-    rates = measure_rates(device, config.get("threads"))
+    return model, measure_rates(device, parse_assignments(args.config).get("threads"))
+
+
+def build_optimizer(args: argparse.Namespace, model: LanguageModel) -> Any:
     options = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, **parse_assignments(args.optimizer)}
-    return model, make_optimizer(args.worker, model, config=config, **options), rates
+    return make_optimizer(args.worker, model, config=parse_assignments(args.config), **options)
 
 
 def shape_of(args: argparse.Namespace) -> DecoderShape:
@@ -160,17 +175,22 @@ def measure_length(
         step()
     gc.collect()
     gc.freeze()  # a collection of all that was imported takes 0.3 s: what is there by now is not looked at again
-    optimizer.synchronize()
-    synchronize(device)
+
+    def settle() -> None:
+        optimizer.synchronize()
+        synchronize(device)
+
+    settle()
     clock = PhaseClock(device)
     started = time.perf_counter()
     memory = []
-    for _ in range(args.steps):
+    for index in range(args.steps):
         step()
-        memory.append(_memory_now(args, device))
+        if is_sampled(index, args.steps):
+            settle()
+            memory.append(_memory_now(args, device))
     clock.mark("end")
-    optimizer.synchronize()
-    synchronize(device)
+    settle()
     wall_s = time.perf_counter() - started
     gc.unfreeze()
     found = times(clock.durations(), wall_s / args.steps, args.batch * length * world.size)
@@ -184,6 +204,20 @@ def measure_length(
         "stages": stage_medians(reports[args.warmup :]),
         "losses": [loss.item() for loss in losses],
     }
+
+
+def trace_lengths(
+    args: argparse.Namespace, model: LanguageModel, optimizer: Any, device: torch.device, world: World
+) -> None:
+    """A few more steps of each length, under `profile`; after all that is timed, since they go on with training."""
+    args.trace.mkdir(parents=True, exist_ok=True)
+    for length in args.seq:
+        ids, targets = batch_of(args, length, device, world)
+        with optimizer.profile(args.trace / f"{args.worker}-{length}.json"):
+            for _ in range(TRACED_STEPS):
+                model(ids, targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def _memory_now(args: argparse.Namespace, device: torch.device) -> Memory:

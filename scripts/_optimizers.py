@@ -54,6 +54,13 @@ def measure_rates(device: torch.device, threads: int | None) -> Any:
     return importlib.import_module("offload.rates").measured(device, num_threads)
 
 
+def measure_rates_anew(device: torch.device, threads: int | None) -> Any:
+    """As `measure_rates`, now: whether the machine is what it was when the plan was made. Neighbours come and go."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    importlib.import_module("offload.rates").override(device, None)
+    return measure_rates(device, threads)
+
+
 def thread_budget(device: torch.device, config: Mapping[str, Any]) -> dict[str, Any]:
     """How many CPU threads the library takes on this rank, on which CPUs, and why."""
     budget = importlib.import_module("offload").configure_cpu_optimizer_threads(

@@ -10,6 +10,8 @@ from _published import print_beside
 from _resume import describe
 from _roofline import CAUSES, Compute, exposed, roofline
 
+RATES = {"kernel_numel": "host Gparam/s", "duplex_bytes": "link GB/s each way"}
+
 
 def compare_with_first(runs: list[dict[str, Any]]) -> None:
     """Adds to each run its share of the baseline's throughput and its losses' distance from the first mode's."""
@@ -58,6 +60,7 @@ def print_tables(result: dict[str, Any]) -> None:
     )  # fmt: skip
     print(format_table(headers, [table_row(run) for run in done]))
     print_rooflines([run for run in done if "exposed_s" in run])
+    print_machine(result)
     print_beside(result, done)
     print_threads(result["threads"])
     for mode, check in result["checkpoints"].items():
@@ -115,6 +118,24 @@ def print_rooflines(runs: list[dict[str, Any]]) -> None:
     )
     print("\nRoofline, and the time above forward and backward alone, by cause (docs/roofline.md):\n")
     print(format_table(headers, rows))
+
+
+def print_machine(result: dict[str, Any]) -> None:
+    """What the host and its link gave before and after each mode's steps, and how long its optimizer took to make."""
+    billions = result["parameters"] / 1e9
+    rows = [
+        [
+            mode,
+            *(f"{rates[when][name] / 1e9:.2f}" for name in RATES for when in ("before", "after")),
+            f"{result['construction_s'][mode]:.1f}",
+            f"{result['construction_s'][mode] / billions:.2f}",
+        ]
+        for mode, rates in result["rates"].items()
+    ]
+    if rows:
+        columns = [f"{words} {when}" for words in RATES.values() for when in ("before", "after")]
+        print("\nThe machine before and after each mode's steps, and the optimizer's construction:\n")
+        print(format_table(("mode", *columns, "construction s", "s per G"), rows))
 
 
 def print_losses(length: int, runs: list[dict[str, Any]]) -> None:

@@ -133,6 +133,12 @@ def summarize(
         "optimizer": parse_assignments(args.optimizer),
         "config": parse_assignments(args.config),
         "setup_s": {mode["mode"]: mode.get("setup_s") for mode in modes},
+        "construction_s": {mode["mode"]: mode.get("construction_s") for mode in modes},
+        "rates": {
+            mode["mode"]: {"before": mode["update"]["rates"], "after": mode["rates_after"]}
+            for mode in modes
+            if mode.get("rates_after")
+        },
         "plans": {mode["mode"]: mode.get("plan") for mode in modes},
         "threads": next((mode["threads"] for mode in modes if mode.get("threads")), None),
         "checkpoints": {mode["mode"]: mode["checkpoint"] for mode in modes if mode.get("checkpoint")},
@@ -201,6 +207,12 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         metavar="FOLDER",
         help="after the steps of each mode save it to a new folder there, resume from it, compare losses",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FOLDER",
+        help="profile three more steps of each mode and length, to there",
     )
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--worker", metavar="MODE", help=argparse.SUPPRESS)

@@ -63,7 +63,13 @@ def test_bench_step_compares_modes(tmp_path: Path) -> None:
         "bench_step.py", tmp_path / "out.json",
         "--device", "cpu", "--model", "tiny", "--implementation", "plain", "--seq", "16,32", "--modes",
         "resident,wavefront", "--steps", "5", "--warmup", "3", "--config", "tile_numel=4096", "--config", "ring_slots=2",
+        "--trace", str(tmp_path / "traces"),
     )  # fmt: skip
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {
+        "wavefront-16.json",
+        "wavefront-32.json",
+    }
+    assert result["construction_s"]["wavefront"] > 0
     assert result["config"] == {"tile_numel": 4096, "ring_slots": 2}
     assert [(run["mode"], run["seq"]) for run in result["runs"]] == [
         ("resident", 16), ("resident", 32), ("wavefront", 16), ("wavefront", 32),

@@ -34,7 +34,8 @@ def count_items(first, last, shares, counts, takers):
 def test_shares_are_even_and_cover_all_items(count: int, num_workers: int) -> None:
     shares = make_shares(count, num_workers)
     assert shares.shape == (num_workers, LINE)
-    assert shares[0, NEXT] == 0 and shares[-1, STOP] == count
+    assert shares[0, NEXT] == 0
+    assert shares[-1, STOP] == count
     assert (shares[1:, NEXT] == shares[:-1, STOP]).all()
     sizes = shares[:, STOP] - shares[:, NEXT]
     assert sizes.max() - sizes.min() <= 1
