@@ -9,7 +9,7 @@ process; one that is not installed, or that fails, has its reason in the table.
 - ``torchao``: ``torchao.optim.CPUOffloadOptimizer`` around fused AdamW. It keeps BF16 state for BF16 weights: no FP32
   masters, so small updates round away.
 - ``fsdp-offload``: FSDP2 on one rank with ``CPUOffloadPolicy``: FP32 weights on the host, fused AdamW there, BF16 compute.
-- any mode of ``offload.AdamW``, such as ``wavefront``.
+- any mode of ``offload.AdamW``, such as ``wavefront``; with ``+overlap`` the next forward overlaps the update.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from _shapes import SHAPES
 
 BASELINE = "resident"
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+OVERLAP = "overlap"
 TIMEOUT_S = 1800.0
 
 
@@ -173,9 +174,13 @@ def measure_length(
 Made = tuple[Any, Callable[[], int | None]]  # an optimizer, and how much it has pinned
 
 
-def make_ours(mode: str, model: LanguageModel, device: torch.device) -> Made:
+def make_ours(peer: str, model: LanguageModel, device: torch.device) -> Made:
     """The baseline, or a mode of this library."""
-    return make_optimizer(mode, model, **HYPERPARAMETERS), lambda: pinned_bytes(mode)
+    mode, _, option = peer.partition("+")
+    if option not in ("", OVERLAP):
+        raise ValueError(f"{peer!r}: only +{OVERLAP} can follow a mode")
+    options = {**HYPERPARAMETERS, "overlap_forward": option == OVERLAP}
+    return make_optimizer(mode, model, **options), lambda: pinned_bytes(mode)
 
 
 def make_torchao(_: str, model: LanguageModel, device: torch.device) -> Made:
@@ -278,9 +283,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         type=lambda text: [part.strip() for part in text.split(",")],
-        default=[BASELINE, *PEERS, "wavefront"],
+        default=[BASELINE, *PEERS, "wavefront", f"hybrid+{OVERLAP}"],
         metavar="P,P",
-        help=f"{BASELINE}, {', '.join(PEERS)}, or modes of offload.AdamW",
+        help=f"{BASELINE}, {', '.join(PEERS)}, or modes of offload.AdamW, also with +{OVERLAP}",
     )
     parser.add_argument("--steps", type=int, default=7, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")

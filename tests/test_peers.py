@@ -51,25 +51,29 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> d
 def test_peers_stand_side_by_side(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = bench(monkeypatch, tmp_path, "--peers", "resident,fsdp-offload,torchao,wavefront")
+    result = bench(
+        monkeypatch, tmp_path, "--peers", "resident,fsdp-offload,torchao,wavefront,wavefront+overlap"
+    )
     runs = {run["peer"]: run for run in result["runs"]}
     assert runs["torchao"]["status"] == "skipped"
     assert runs["torchao"]["reason"] in capsys.readouterr().out
-    for peer in ("resident", "fsdp-offload", "wavefront"):
+    for peer in ("resident", "fsdp-offload", "wavefront", "wavefront+overlap"):
         assert runs[peer]["status"] == "ok", runs[peer]
         assert len(runs[peer]["losses"]) == 4
         assert runs[peer]["losses"][-1] < runs[peer]["losses"][0]
         # Fused AdamW on FP32 masters in all of them. FSDP computes in BF16 where the others have FP32 on a CPU.
         assert runs[peer]["losses"] == pytest.approx(runs["resident"]["losses"], abs=0.02)
+    assert runs["wavefront+overlap"]["losses"] == runs["wavefront"]["losses"]
     assert runs["resident"]["share_of_resident"] == 1.0
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_peer_that_fails_has_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (run,) = bench(monkeypatch, tmp_path, "--peers", "no-such-mode")["runs"]
+@pytest.mark.parametrize("peer", ["no-such-mode", "wavefront+speed"])
+def test_a_peer_that_fails_has_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, peer: str) -> None:
+    (run,) = bench(monkeypatch, tmp_path, "--peers", peer)["runs"]
     assert run["status"] == "error"
-    assert "no-such-mode" in run["reason"]
+    assert peer in run["reason"]
 
 
 def test_a_peer_that_dies_or_hangs_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
