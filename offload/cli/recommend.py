@@ -73,6 +73,7 @@ def mode_rows(
     """All modes but ``auto``, in the order of the documentation.
 
     Args:
+        config: its ``device_budget`` is for a hybrid's state on the device.
         budgets: bytes of one rank by ``device``, ``host`` and ``pinned``; the device's are for everything on it.
         rates: without them no times are given.
         passes: forward and backward; without them the update's time alone is given.
@@ -106,6 +107,7 @@ def _machine(run: Run, config: OffloadConfig, budgets: Mapping[str, int | None])
         device="cuda",
         free_device_bytes=None if device is None else max(device - weights, 0),
         available_host_bytes=1 << 62,
+        device_budget=config.device_budget,
         host_budget=budgets.get("host"),
         pinned_budget=budgets.get("pinned"),
     )
