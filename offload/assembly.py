@@ -466,7 +466,8 @@ def _workload(rule: KernelRule, records: Sequence[ParamRecord], options: Options
         accumulates=options.accumulation_steps > 1,
         weight_bytes=sum(record.numel * record.kind.weight_bytes for record in records),
         own_master_numel=sum(record.numel for record in records if record.kind.weight == "fp32"),
-        backlog_bytes=_backlog_bytes(records, options, _element_bytes(kinds)),
+        backlog_bytes=(options.backlog_tiles + config.ring_slots) * config.tile_numel * _element_bytes(kinds),
+        largest_gradient_bytes=max((record.numel * record.kind.grad_bytes for record in records), default=0),
         tile_bytes=4 * widest * stream_tile_numel(config.tile_numel, arrays),
         num_slots=NUM_SLOTS,
         chunks=tuple(_chunk_size(chunk) for chunk in chunks),
@@ -502,11 +503,3 @@ def _free_device_bytes(device: torch.device) -> int:
     """What the driver has left, and what torch's allocator keeps for later."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + kept
-
-
-def _backlog_bytes(records: Sequence[ParamRecord], options: Options, element_bytes: int) -> int:
-    """Gradients that may be on the device at a time: waiting tiles, those in the ring, and the rest of the largest one."""
-    config = options.config
-    num_tiles = options.backlog_tiles + config.ring_slots
-    largest = max((record.numel * record.kind.grad_bytes for record in records), default=0)
-    return num_tiles * config.tile_numel * element_bytes + largest

@@ -174,12 +174,12 @@ def hybrid_needs(workload: Workload, machine: Machine, placements: Sequence[Plac
     observed = gradients[host] + movable
     on_host = state[host] + state[stream] + sums[stream] + observed + workload.ring_bytes
     pinned = state[stream] + sums[stream] + workload.ring_bytes
-    waiting = min(workload.backlog_bytes, gradients[host])
+    waiting = _waiting_bytes(workload, placements, host, gradients[host])
     kept = gradients[device] + gradients[stream] - last
     if workload.holds_gradients:
         kept += last
     else:
-        waiting += min(workload.backlog_bytes, last)
+        waiting += _waiting_bytes(workload, placements, stream, last)
     words = [
         f"{_count(sizes[placement])} parameters: "
         f"{placement.words() if machine.has_gpu else placement.words_without_gpu()} ({gib(state[placement])})"
@@ -192,6 +192,19 @@ def hybrid_needs(workload: Workload, machine: Machine, placements: Sequence[Plac
     words.append(f"pinned: {pinned_words}{slots} device buffers of {gib(workload.tile_bytes)}")
     words.append(f"gradients on the device at a time, at most: {gib(kept + waiting)}")
     return Needs(on_device, on_host, pinned, kept + waiting, tuple(words))
+
+
+def _waiting_bytes(
+    workload: Workload, placements: Sequence[Placement], side: Placement, gradient_bytes: int
+) -> int:
+    """Of a side's gradients, those that may wait on the device: its queue, and the largest chunk of which some are in it."""
+    sizes = [
+        chunk.grad_bytes * chunk.numel
+        for chunk, placement in zip(workload.chunks, placements, strict=True)
+        if placement is side
+    ]
+    largest = min(max(sizes, default=0), workload.largest_gradient_bytes)
+    return min(workload.backlog_bytes + largest, gradient_bytes)
 
 
 def _count(numel: int) -> str:

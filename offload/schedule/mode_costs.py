@@ -98,8 +98,8 @@ class ChunkSize(NamedTuple):
 class Workload:
     """What has to be kept, and moved: elements of the parameters on this rank, and state arrays per element.
 
-    `ring_bytes`: of both rings. `backlog_bytes`: gradients that may wait on the device for the worker. `own_master_numel`:
-    elements of FP32 weights, which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the
+    `ring_bytes`: of both rings. `backlog_bytes`: gradients that may wait on the device for the worker; beside them what
+    is left of the largest one, at most all of it: `largest_gradient_bytes`. `own_master_numel`: elements of FP32 weights, which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the
     device buffers of chunked-stream. `parts`: the chunks of a hybrid, `part_numel` elements each or a single parameter,
     where those are finer. `speculates`: a wavefront wants a second set of state. `stream_tile_numel`: elements of a tile of
     chunked-stream; `tile_numel`: of all others, a hybrid's streamed ones too. `stream_share`: of a hybrid, where the user
@@ -116,6 +116,7 @@ class Workload:
     weight_bytes: int = 0
     own_master_numel: int = 0
     backlog_bytes: int = 0
+    largest_gradient_bytes: int = 0
     tile_bytes: int = 0
     num_slots: int = 1
     chunks: tuple[ChunkSize, ...] = ()
@@ -172,7 +173,7 @@ class Workload:
     @property
     def waiting_gradient_bytes(self) -> int:
         """Gradients that a wavefront may have on the device at a time."""
-        return min(self.backlog_bytes, self.gradient_bytes)
+        return min(self.backlog_bytes + self.largest_gradient_bytes, self.gradient_bytes)
 
 
 class Needs(NamedTuple):
