@@ -5,8 +5,9 @@
 
 All contenders work on the same huge-page-advised arrays with the same number of threads, interleaved in one run; figures
 are medians. The pipeline is what a BF16 model needs from torch: gradient BF16 to FP32, fused FP32 AdamW, weight FP32 to
-BF16, into preallocated tensors. The bandwidth is the better of two triads ``a = b + s * c`` (2 reads, 1 write), with
-ordinary and with non-temporal stores. The update moves 28 bytes per parameter.
+BF16, into preallocated tensors. The native kernel is the same update in C++ (native_adamw.cpp), compiled for this machine
+where there is a compiler, which the library itself never asks for. The bandwidth is the better of two triads
+``a = b + s * c`` (2 reads, 1 write), with ordinary and with non-temporal stores. The update moves 28 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numba
 import numpy as np
 import torch
+from _native import load_native
 from numba import prange
 
 from offload.kernels.backend import TileArrays, Variant
@@ -232,10 +234,15 @@ def measure(numel: int, threads: int, repeats: int) -> dict[str, Any]:
         kernel.compile(operands, parallel=team.parallel)
         return lambda: team.run(kernel, -(-numel // BLOCK), operands)
 
+    contenders = {"update": update(Variant())}
+    native, native_words = load_native()
+    if native is not None:
+        state = (arrays.master, arrays.exp_avg, arrays.exp_avg_sq)
+        contenders["native"] = lambda: native(threads, rows[0], arrays.grad_bits, *state, arrays.weight_bits)
     update(Variant())()
     seconds = interleave(
         {
-            "update": update(Variant()),
+            **contenders,
             "fused pipeline": make_fused_pipeline(arrays),
             "triad": run_triad(triad),
             "triad, streamed": run_triad(triad_streamed),
@@ -250,7 +257,8 @@ def measure(numel: int, threads: int, repeats: int) -> dict[str, Any]:
         max(3, repeats // 3),
         arrays.fill_denormal,
     )
-    return report(numel, seconds, by_variant, denormal) | {"environment": environment(team)}
+    made = report(numel, seconds, by_variant, denormal)
+    return made | {"native_kernel": native_words, "environment": environment(team)}
 
 
 def report(
@@ -262,6 +270,8 @@ def report(
         "speedup_vs_fused_pipeline": seconds["fused pipeline"] / seconds["update"],
         "share_of_bandwidth": numel * UPDATE_BYTES / seconds["update"] / bandwidth,
         "update_gparam_per_s": numel / seconds["update"] / 1e9,
+        "native_gparam_per_s": numel / seconds["native"] / 1e9 if "native" in seconds else None,
+        "speedup_vs_native": seconds["native"] / seconds["update"] if "native" in seconds else None,
         "fused_pipeline_gparam_per_s": numel / seconds["fused pipeline"] / 1e9,
         "bandwidth_2r1w_gb_per_s": bandwidth / 1e9,
         "triad_gb_per_s": numel * TRIAD_BYTES / seconds["triad"] / 1e9,
@@ -303,10 +313,17 @@ def print_table(result: dict[str, Any]) -> None:
     print(f"\n{'contender':<36}{'Gparam/s':>10}{'GB/s':>10}")
     update = result["update_gparam_per_s"]
     print(f"{'update, in place':<36}{update:>10.3f}{update * UPDATE_BYTES:>10.1f}")
+    native = result["native_gparam_per_s"]
+    if native is None:
+        print(f"{'native C++':<36}{'-':>10}  {result['native_kernel']}")
+    else:
+        print(f"{'native C++':<36}{native:>10.3f}{native * UPDATE_BYTES:>10.1f}  {result['native_kernel']}")
     print(f"{'fused torch pipeline':<36}{result['fused_pipeline_gparam_per_s']:>10.3f}")
     print(f"{'2 reads 1 write, ordinary stores':<36}{'':>10}{result['triad_gb_per_s']:>10.1f}")
     print(f"{'2 reads 1 write, streamed':<36}{'':>10}{result['triad_streamed_gb_per_s']:>10.1f}")
     print(f"\n{'speedup over the fused pipeline':<36}{result['speedup_vs_fused_pipeline']:>10.2f}")
+    if native is not None:
+        print(f"{'speedup over the native kernel':<36}{result['speedup_vs_native']:>10.2f}")
     print(f"{'share of the 2R1W bandwidth':<36}{result['share_of_bandwidth']:>10.2f}")
     for title, key in (("variant", "gparam_per_s_by_variant"), ("denormal moments", "denormal_gparam_per_s")):
         print(f"\n{title:<36}{'Gparam/s':>10}")

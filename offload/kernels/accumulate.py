@@ -18,7 +18,16 @@ from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
 from offload.kernels.shares import items
 
-__all__ = ["accumulate_next", "expand", "fill_zero", "load_gradient", "round_weights", "write"]
+__all__ = [
+    "accumulate_next",
+    "expand",
+    "fill_zero",
+    "load_gradient",
+    "read",
+    "round_weights",
+    "take_gradient",
+    "write",
+]
 
 
 def read(array: Any, i: Any) -> Any:
@@ -83,6 +92,29 @@ def load_gradient(grad, acc, first, last, gradient_out):
     """
     gradient_span(part(grad, first, last), part(acc, first, last), gradient_out[: last - first])
     gradient_out[last - first :] = np.float32(0.0)
+
+
+def take_gradient(grad: Any, acc: Any, sums: Any, first: Any, last: Any, buffer: Any) -> Any:
+    """What the update reads of the norm block at ``[first, last)``, as float32 or BF16 bits (see `read`).
+
+    ``grad`` itself where nothing is added and no norm is taken; else ``buffer`` (float32[1024]), after `load_gradient`.
+    """
+    if acc is None and sums is None:
+        return grad[first:last]
+    load_gradient(grad, acc, first, last, buffer)
+    return buffer[: last - first]
+
+
+@overload(take_gradient)
+def _take_gradient_overload(grad, acc, sums, first, last, buffer):
+    if isinstance(acc, types.NoneType) and isinstance(sums, types.NoneType):
+        return lambda grad, acc, sums, first, last, buffer: grad[first:last]
+
+    def load(grad, acc, sums, first, last, buffer):
+        load_gradient(grad, acc, first, last, buffer)
+        return buffer[: last - first]
+
+    return load
 
 
 @inner

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from offload.kernels.accumulate import load_gradient, write
+from offload.kernels.accumulate import read, take_gradient, write
 from offload.kernels.arithmetic import fma, sqrt
 from offload.kernels.blocks import NORM_BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
@@ -63,7 +63,7 @@ def hyper_row(group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[f
 def update_span(
     gradient, master, exp_avg, exp_avg_sq, new_master, new_exp_avg, new_exp_avg_sq, weight, rows, row
 ):
-    """The update loop, over arrays of equal length that all belong to parameter ``row``.
+    """The update loop, over arrays of equal length that all belong to parameter ``row``; gradient: see `take_gradient`.
 
     Without the three ``new_`` arrays, the state is changed in place.
     """
@@ -72,7 +72,7 @@ def update_span(
     near = lerp < HALF
     slope = lerp if near else lerp - ONE
     for i in range(master.size):
-        g = gradient[i] * coef
+        g = read(gradient, i) * coef
         m = exp_avg[i]
         m = fma(slope, g - m, m if near else g)
         v = fma(square * g, g, exp_avg_sq[i] * beta2)
@@ -101,10 +101,10 @@ def update_block(
     for first in range(start, stop, NORM_BLOCK):
         last = min(first + NORM_BLOCK, stop)
         numel = last - first
-        load_gradient(grad, acc, first, last, gradient)
+        values = take_gradient(grad, acc, sums, first, last, gradient)
         write_sums(gradient, sums, nonfinite, first)
         update_span(
-            gradient[:numel], master[first:last], exp_avg[first:last], exp_avg_sq[first:last],
+            values, master[first:last], exp_avg[first:last], exp_avg_sq[first:last],
             part(master_stage, 0, numel), part(exp_avg_stage, 0, numel), part(exp_avg_sq_stage, 0, numel),
             part(weight_stage, 0, numel), rows, row,
         )

@@ -15,7 +15,7 @@ from numba import prange, types
 from numba.extending import overload
 
 from offload.kernels import adamw
-from offload.kernels.accumulate import load_gradient
+from offload.kernels.accumulate import take_gradient
 from offload.kernels.adamw import update_span
 from offload.kernels.bits import HALF_WIDTH, float_from_bf16
 from offload.kernels.blocks import NORM_BLOCK, part
@@ -162,14 +162,14 @@ def update_block(
     for first in range(start, stop, NORM_BLOCK):
         last = min(first + NORM_BLOCK, stop)
         numel, norm = last - first, first // NORM_BLOCK
-        load_gradient(grad, acc, first, last, gradient)
+        values = take_gradient(grad, acc, sums, first, last, gradient)
         write_sums(gradient, sums, nonfinite, first)
         load_moments(
             exp_avg[first:last], exp_avg_sq[first:last], part(scale, norm, norm + 1), part(scale_sq, norm, norm + 1),
             m[:numel], v[:numel],
         )
         update_span(
-            gradient[:numel], master[first:last], m[:numel], v[:numel],
+            values, master[first:last], m[:numel], v[:numel],
             part(master_stage, 0, numel), None, None, part(weight_stage, 0, numel), rows, row,
         )
         store_moments(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from offload.kernels.accumulate import load_gradient, write
+from offload.kernels.accumulate import read, take_gradient, write
 from offload.kernels.blocks import NORM_BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
@@ -49,13 +49,13 @@ def sign(value):
 
 @inner
 def update_span(gradient, master, new_master, weight, rows, row):
-    """The update loop, over arrays of equal length that all belong to parameter ``row``.
+    """The update loop, over arrays of equal length that all belong to parameter ``row``; gradient: see `take_gradient`.
 
     Without ``new_master``, the master is changed in place.
     """
     decay, step_size, coef = rows[row, DECAY], rows[row, STEP_SIZE], rows[row, COEF]
     for i in range(master.size):
-        p = master[i] * decay + step_size * sign(gradient[i] * coef)
+        p = master[i] * decay + step_size * sign(read(gradient, i) * coef)
         put(new_master, master, i, p)
         write(weight, i, p)
 
@@ -74,10 +74,10 @@ def update_block(block, grad, acc, master, new_master, weight, sums, nonfinite, 
     for first in range(start, stop, NORM_BLOCK):
         last = min(first + NORM_BLOCK, stop)
         numel = last - first
-        load_gradient(grad, acc, first, last, gradient)
+        values = take_gradient(grad, acc, sums, first, last, gradient)
         write_sums(gradient, sums, nonfinite, first)
         update_span(
-            gradient[:numel],
+            values,
             master[first:last],
             part(master_stage, 0, numel),
             part(weight_stage, 0, numel),

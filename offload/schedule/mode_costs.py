@@ -98,13 +98,15 @@ class ChunkSize(NamedTuple):
 class Workload:
     """What has to be kept, and moved: elements of the parameters on this rank, and state arrays per element.
 
-    `ring_bytes`: of both rings. `backlog_bytes`: gradients that may wait on the device for the worker; beside them what
-    is left of the largest one, at most all of it: `largest_gradient_bytes`. `own_master_numel`: elements of FP32 weights, which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the
-    device buffers of chunked-stream. `parts`: the chunks of a hybrid, `part_numel` elements each or a single parameter,
-    where those are finer. `speculates`: a wavefront wants a second set of state. `stream_tile_numel`: elements of a tile of
+    `ring_bytes`: of both rings. `backlog_bytes`: gradients that may wait on the device for the worker; beside them what is
+    left of the largest one, at most all of it: `largest_gradient_bytes`. `own_master_numel`: elements of FP32 weights,
+    which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the device buffers of
+    chunked-stream. `parts`: the chunks of a hybrid, `part_numel` elements each or a single parameter, where those are
+    finer. `speculates`: a wavefront wants a second set of state. `stream_tile_numel`: elements of a tile of
     chunked-stream; `tile_numel`: of all others, a hybrid's streamed ones too. `stream_share`: of a hybrid, where the user
     fixed it; `rebalances`: whether steps may correct it. `can_mix`: whether host and device compute the same bits here.
-    `backward_s`: seconds that backward takes; None: not known. `moments`: how they are kept, on the host alone if not FP32.
+    `backward_s`: seconds that backward takes; None: not known. `moments`: how they are kept, on the host alone if not
+    FP32.
     """
 
     numel: int
