@@ -15,13 +15,14 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from offload.assembly import EARLY_MODES, Options, assemble
+from offload.assembly import assemble
 from offload.checkpoint import IncomingState, export_state, read_state, rounds_to
 from offload.distributed import local_shard
 from offload.errors import CheckpointError, ClosedError, ConfigError, ParameterError, StateError
 from offload.kernels.rule import KernelRule
 from offload.layout import layer_namer
 from offload.model_watch import ModelWatch
+from offload.options import EARLY_MODES, Options
 from offload.parameters import ParamRecord, make_record
 from offload.prepare import Masters
 from offload.report import StepReport

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from offload.assembly import EARLY_MODES, Options
 from offload.config import (
     BACKENDS,
     CLIP_POLICIES,
@@ -25,6 +24,7 @@ from offload.config import (
 from offload.errors import ConfigError
 from offload.front import OffloadOptimizer, Params
 from offload.kernels.rule import ADAMW_RULES, SignSGDRule
+from offload.options import EARLY_MODES, Options
 from offload.prepare import Masters
 
 __all__ = ["AdamW", "SignSGD"]

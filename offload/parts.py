@@ -1,0 +1,125 @@
+"""What the steppers of one engine are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload.config import OffloadConfig
+from offload.kernels.backend import Backend, Variant
+from offload.kernels.numba_backend import NumbaBackend
+from offload.kernels.rule import KernelRule
+from offload.kernels.torch_backend import TorchBackend
+from offload.layout import Kind
+from offload.options import Options
+from offload.parameters import ParamRecord
+from offload.report import StageClock
+from offload.schedule.plan import Plan
+from offload.schedule.updater import DeviceUpdater, Updater, make_device_updater
+from offload.schedule.worker import Worker
+from offload.threads import Budget
+
+__all__ = ["Parts", "make_backend", "make_hybrid_updater", "make_updater"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine's steppers are made of, and share. Nobody keeps it: they take from it what they need.
+
+    Threads for kernels on the host are no part of it, because an engine that steps on the device alone has none.
+    """
+
+    made: Plan
+    device: torch.device
+    rule: KernelRule
+    records: Sequence[ParamRecord]
+    options: Options
+    worker: Worker
+    clock: StageClock
+
+    @property
+    def config(self) -> OffloadConfig:
+        """Of the options."""
+        return self.options.config
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether parameters are on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def kinds(self) -> set[Kind]:
+        """Of all parameters."""
+        return {record.kind for record in self.records}
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the plan has a second set of state."""
+        return self.made.shadow_bytes > 0
+
+
+def make_backend(parts: Parts, budget: Budget, kinds: Collection[Kind] = ()) -> Backend:
+    """The host's kernels. What steps over `kinds` will call is compiled when they start, the rest when first used."""
+    rule, options = parts.rule, parts.options
+    if options.backend == "torch":
+        return TorchBackend(rule, num_threads=budget.num_threads, flush_denormals=options.flush_denormals)
+    return NumbaBackend(
+        rule,
+        num_threads=budget.num_threads,
+        flush_denormals=options.flush_denormals,
+        variants=_variants(kinds, options, speculates=parts.speculates),
+        cache_dir=options.config.kernel_cache_dir,
+    )
+
+
+def make_updater(parts: Parts, *, own_masters: bool = False) -> Updater:
+    """The device's kernels, or torch's where there are none.
+
+    Args:
+        own_masters: FP32 weights are masters themselves, and no separate weight is written.
+    """
+    variants = _variants(parts.kinds, parts.options)
+    if own_masters:
+        variants = _with_own_masters(variants)
+    return make_device_updater(
+        parts.device, parts.rule, flush_denormals=parts.options.flush_denormals, variants=variants
+    )
+
+
+def make_hybrid_updater(parts: Parts) -> Updater:
+    """The device's kernels, started. Streamed FP32 weights are their own masters, those of device chunks are not.
+
+    Raises:
+        KernelError: there are none here, and torch's have other bits than the host's.
+    """
+    variants = _variants(parts.kinds, parts.options)
+    updater = DeviceUpdater(
+        parts.device,
+        parts.rule,
+        flush_denormals=parts.options.flush_denormals,
+        variants=list(dict.fromkeys([*variants, *_with_own_masters(variants)])),
+    )
+    updater.start()
+    return updater
+
+
+def _with_own_masters(variants: Sequence[Variant]) -> list[Variant]:
+    return [replace(variant, weight=None) if variant.weight == "fp32" else variant for variant in variants]
+
+
+def _variants(kinds: Collection[Kind], options: Options, *, speculates: bool = False) -> list[Variant]:
+    """What steps will call, as far as it can be foreseen."""
+    return [
+        Variant(
+            grad=kind.grad,  # type: ignore[arg-type]
+            weight=kind.weight,  # type: ignore[arg-type]
+            sums=options.fused_sums or speculates,
+            acc=acc,
+            new_state=new_state,
+        )
+        for kind in sorted(kinds)
+        for acc in ([False, True] if options.accumulation_steps > 1 else [False])
+        for new_state in ([False, True] if speculates else [False])
+    ]
