@@ -49,7 +49,8 @@ def read_input(
         ConfigError: an option is wrong, or the model is not known.
     """
     run = _run(_shape(model), training)
-    config = OffloadConfig(stream_share=training.stream_share)
+    state_bytes = None if memory.device_state is None else parse_bytes(memory.device_state)
+    config = OffloadConfig(stream_share=training.stream_share, device_budget=state_bytes)
     notes: list[str] = []
     rates = _rates(speed, notes)
     passes = _passes(run, rates, speed, notes)

@@ -71,6 +71,12 @@ class BudgetOptions:
         str | None,
         typer.Option(help="Of one GPU, for everything on it, as 80GiB; this machine's by default."),
     ] = None
+    device_state: Annotated[
+        str | None,
+        typer.Option(
+            help="Of hybrid, the device_budget of OffloadConfig: state and buffers on the device; else planned."
+        ),
+    ] = None
     host_budget: Annotated[str | None, typer.Option(help="Host memory of one rank.")] = None
     pinned_budget: Annotated[str | None, typer.Option(help="Pinned memory of one rank.")] = None
 

@@ -79,6 +79,17 @@ def test_plan_from_a_config(tmp_path: Path) -> None:
     assert "4.02 G parameters" in table
 
 
+def test_plan_of_a_hybrid_with_room_for_no_state() -> None:
+    """``device_budget`` of the optimizer, beside that of the whole device: the embedding leaves it."""
+    options = [*MODEL, *RATES, "--resident-step", "0.5", "--device-budget", "80GiB"]
+    free, bound = (plan_json(*options, *more) for more in ([], ["--device-state", "1KiB"]))
+    before, after = (
+        next(row["device_bytes"] for row in made["modes"] if row["mode"] == "hybrid")
+        for made in (free, bound)
+    )
+    assert after < before
+
+
 def test_plan_says_when_nothing_fits() -> None:
     made = plan_json(*MODEL, *RATES, "--device-budget", "1MiB", exit_code=1)
     assert made["recommended"] is None
