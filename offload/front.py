@@ -434,9 +434,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _take_waiting(self, record: ParamRecord, waiting: Mapping[str, torch.Tensor]) -> None:
         """Go on with the state that was loaded while the parameter was frozen; no master over changed weights."""
         engine = self._open_engine()
-        if copied := [name for name in engine.copied_names if name in waiting]:
-            engine.write_moments(record, {name: local_shard(waiting[name]) for name in copied})
-        for name, view in engine.state(record).items():
+        if copied := [name for name in engine.views.copied_names if name in waiting]:
+            engine.views.write_moments(record, {name: local_shard(waiting[name]) for name in copied})
+        for name, view in engine.views.state(record).items():
             if name not in waiting:
                 continue
             saved = local_shard(waiting[name])
@@ -461,13 +461,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _entry(self, record: ParamRecord, tensors: Mapping[str, torch.Tensor]) -> StateEntry:
         engine = self._open_engine()
-        if not engine.copied_names:
+        if not engine.views.copied_names:
             return StateEntry(tensors, record.name, self._moved_to)
 
         def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-            return engine.read_moments(record, names)
+            return engine.views.read_moments(record, names)
 
-        return CopiedEntry(tensors, record.name, self._moved_to, copied=engine.copied_names, read=read)
+        return CopiedEntry(tensors, record.name, self._moved_to, copied=engine.views.copied_names, read=read)
 
     def _follow_moved(self, engine: Engine) -> None:
         """``self.state`` names current tensors also after a step that exchanged them."""
@@ -480,7 +480,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """FP32 state as users see it: an FP32 weight is its own master."""
-        state = self._open_engine().state(record)
+        state = self._open_engine().views.state(record)
         if record.kind.weight == "fp32":
             state = {name: tensor for name, tensor in state.items() if name != "master"}
         return state
@@ -499,8 +499,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for record in members:
             tensors = incoming.tensors[record.index]
             record.num_steps = incoming.steps[record.index]
-            engine.write_moments(record, {name: tensors.get(name) for name in engine.copied_names})
-            for name, view in engine.state(record).items():
+            engine.views.write_moments(
+                record, {name: tensors.get(name) for name in engine.views.copied_names}
+            )
+            for name, view in engine.views.state(record).items():
                 if name in tensors:
                     local_shard(view).copy_(tensors[name])
                 elif name != "master":

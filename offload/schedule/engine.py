@@ -53,6 +53,7 @@ from offload.schedule.ledger import Intake, Ledger
 from offload.schedule.mode_costs import Placement
 from offload.schedule.policy import Policy
 from offload.schedule.reduced_state import Reduced
+from offload.schedule.state_views import StateViews
 from offload.schedule.stepper import Rows, Stepper
 from offload.schedule.turns import Turns
 from offload.schedule.verdict import Verdict, judge, total_norm
@@ -96,7 +97,8 @@ class Engine:
         self.flight: Flight | None = None
         self.num_steps = 0
         self._report: StepReport | None = None
-        self._departing, self._reduced = departing, reduced
+        self._departing = departing
+        self.views = StateViews(stepper, reduced)
         self._stepper, self._worker, self._clock = stepper, worker, clock
         self._ranks = ranks
         self._layout: dict[str, Any] = {
@@ -118,7 +120,6 @@ class Engine:
         self._changing: str | None = None  # the call that is changing state, or was cut short doing so
         self._hook_seconds = 0.0
         self._moved: list[int] = []
-        self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self._rolled_back = False
 
     # Parameters -------------------------------------------------------------------------------------------------
@@ -146,40 +147,6 @@ class Engine:
         for record in records:
             record.note_weight()
             self._hooks += self._hooks_of(record)
-
-    def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
-        """The parameter's FP32 state as views shaped, strided and sharded as the parameter is.
-
-        Without moments where these are reduced: `read_moments` gives copies of them.
-        """
-        flat = self._stepper.state(record)
-        key = (record.index, flat["master"].data_ptr())  # of two sets, where speculative steps exchange them
-        if key not in self._views:
-            self._views[key] = {name: record.shaped(tensor) for name, tensor in flat.items()}
-        return dict(self._views[key])
-
-    @property
-    def copied_names(self) -> tuple[str, ...]:
-        """Moments that are not in `state`, because they are reduced."""
-        return () if self._reduced is None else self._stepper.rule.state_names
-
-    def read_moments(self, record: ParamRecord, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Reduced moments as FP32 copies, shaped, strided and sharded as the parameter is."""
-        if self._reduced is None:
-            return {}
-        flat = self._reduced.read_moments(record, names)
-        return {name: record.shaped(values) for name, values in flat.items()}
-
-    def write_moments(self, record: ParamRecord, values: Mapping[str, torch.Tensor | None]) -> None:
-        """Take reduced moments, shaped as the local shard, rounded to nearest; None: zeros."""
-        if self._reduced is None:
-            return
-        flat = {name: torch.zeros(record.numel) for name in values if name in self.copied_names}
-        for name, target in flat.items():
-            value = values[name]
-            if value is not None:
-                record.local(target).copy_(value)
-        self._reduced.write_moments(record, flat)
 
     def _hooks_of(self, record: ParamRecord) -> list[RemovableHandle]:
         """Before a gradient is accumulated the sentinel of the last one must go; afterwards the gradient is taken."""
@@ -676,7 +643,7 @@ class Engine:
         self._hooks.clear()
         for record in self.records.values():
             record.source.clear()
-        self._views.clear()
+        self.views.clear()
         try:
             self._stepper.close()
         finally:
