@@ -47,6 +47,7 @@ from offload.report import StageClock, StepReport
 from offload.schedule import messages
 from offload.schedule.backward import BackwardWatch
 from offload.schedule.flight import Departing, Flight
+from offload.schedule.foreign_writes import ForeignWrites
 from offload.schedule.hybrid_stepper import HybridStepper
 from offload.schedule.hyperparameters import HyperRows, make_rows
 from offload.schedule.ledger import Intake, Ledger
@@ -99,6 +100,7 @@ class Engine:
         self._report: StepReport | None = None
         self._departing = departing
         self.views = StateViews(stepper, reduced)
+        self._writes = ForeignWrites(stepper, self.records)
         self._stepper, self._worker, self._clock = stepper, worker, clock
         self._ranks = ranks
         self._layout: dict[str, Any] = {
@@ -219,7 +221,7 @@ class Engine:
         else:
             rows = self._early_rows()
             if record.weight_changed():  # in this very backward pass: a hook did it
-                self._follow([record])
+                self._writes.follow([record])
             self._stepper.step_early(record, gradient, rows)
 
     def _begin(self) -> None:
@@ -230,12 +232,16 @@ class Engine:
             self.policy.begin_step()
             self._ledger.begin_step(early=self.policy.early)
             self._stepper.begin_step(speculative=self.policy.speculative)
-            self._take_changed_weights()
+            self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        """Masters follow weights that somebody else wrote, not those that early updates wrote."""
+        self._writes.follow_all(but=self._ledger.is_stepped)
 
     def _early_rows(self) -> Rows:
         """Hyperparameters as they are at the step's first update; `step` checks that they stayed."""
         if self._hyper is None:
-            self._take_changed_weights()  # nothing of this step is applied yet, so all that changed is the user's doing
+            self._follow_weights()  # nothing of this step is applied yet, so all that changed is the user's doing
             self._hyper = HyperRows(self._stepper.rule, self.chunks, self.records)
         return self._hyper.rows
 
@@ -288,7 +294,7 @@ class Engine:
         if self._hyper is not None:
             self._hyper.check(messages.some(self._applied))
         self._note_short_step()
-        self._take_changed_weights()
+        self._follow_weights()
         for record in self._fired():
             record.require_form()
         self._changing = "step()"
@@ -412,7 +418,7 @@ class Engine:
         verdict = flight.verdict or self._verdict_of(flight)
         self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
         self.flight = None
-        self._follow([record for record in flight.written if record.weight_changed()])
+        self._writes.follow([record for record in flight.written if record.weight_changed()])
         seconds, counts = self._clock.take()
         seconds |= {"hook": self._hook_seconds, "exposed": flight.exposed_s}
         if flight.marks:
@@ -603,20 +609,11 @@ class Engine:
     def resync(self) -> list[str]:
         """Take masters anew from the weights, where those do not agree; the names of these parameters."""
         self.require_untouched("resync()")
-        records = list(self.records.values())
-        changed = self._stepper.load_weights(records)
-        for record in records:
-            record.note_weight()
-        return [self.records[index].name for index in sorted(changed)]
+        return self._writes.resync()
 
     def take_masters(self, written: Sequence[ParamRecord]) -> None:
         """After state was loaded: weights of `written` come from their masters, masters of all others from the weights."""
-        mastered = {record.index for record in written}
-        others = [r for index, r in self.records.items() if index not in mastered and r.active]
-        self._stepper.load_weights(others, force=True)
-        self._stepper.store_weights(written)
-        for record in self.records.values():
-            record.note_weight()
+        self._writes.take_masters(written)
         self._changing = None
 
     @property
@@ -679,27 +676,6 @@ class Engine:
         except OffloadError as error:
             logger.warning(
                 "closed in mid-step; %s could not be rolled back: %s", messages.some(self._applied), error
-            )
-
-    def _take_changed_weights(self) -> None:
-        """Weights that somebody else wrote: their masters must follow. Not those that early updates wrote."""
-        stepped = self._ledger.is_stepped
-        self._follow([r for index, r in self.records.items() if not stepped(index) and r.weight_changed()])
-
-    def _follow(self, stale: Sequence[ParamRecord]) -> None:
-        """Take masters anew from weights that somebody else wrote; nothing of ours may be on its way to them."""
-        if not stale:
-            return
-        changed = self._stepper.load_weights(stale)
-        for record in stale:
-            record.note_weight()
-        if changed:
-            names = ", ".join(self.records[index].name for index in sorted(changed)[:3])
-            logger.warning(
-                "weights of %d parameter(s) were changed outside the optimizer (%s ...): their masters were "
-                "taken anew from the weights, the moments were kept",
-                len(changed),
-                names,
             )
 
     def _fired(self) -> list[ParamRecord]:
