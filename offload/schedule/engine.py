@@ -23,13 +23,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from offload.agreement import Agreement, Part, Ranks, Share
+from offload.agreement import Ranks
 from offload.errors import (
     GradientError,
     MidStepError,
@@ -40,24 +40,25 @@ from offload.errors import (
     UndeclaredBackwardError,
     WorkerError,
 )
-from offload.kernels.norm import add_blocks
-from offload.layout import ALIGN, Chunk, Span, build_chunks
+from offload.layout import Chunk, Span, build_chunks
 from offload.parameters import ParamRecord, require_in_modules
 from offload.report import StageClock, StepReport
 from offload.schedule import messages
 from offload.schedule.backward import BackwardWatch
+from offload.schedule.change_guard import ChangeGuard
+from offload.schedule.early_updates import EarlyUpdates
 from offload.schedule.flight import Departing, Flight
 from offload.schedule.foreign_writes import ForeignWrites
+from offload.schedule.gradient_sums import GradientSums
 from offload.schedule.hybrid_stepper import HybridStepper
-from offload.schedule.hyperparameters import HyperRows, make_rows
 from offload.schedule.ledger import Intake, Ledger
 from offload.schedule.mode_costs import Placement
 from offload.schedule.policy import Policy
 from offload.schedule.reduced_state import Reduced
 from offload.schedule.state_views import StateViews
-from offload.schedule.stepper import Rows, Stepper
+from offload.schedule.stepper import Stepper
 from offload.schedule.turns import Turns
-from offload.schedule.verdict import Verdict, judge, total_norm
+from offload.schedule.verdict import Verdict, judge
 from offload.schedule.worker import Worker
 from offload.trace import Trace
 
@@ -108,6 +109,9 @@ class Engine:
             "chunk_by": chunk_by,
             "chunk_numel": chunk_numel,
         }
+        self._guard = ChangeGuard()
+        self._early = EarlyUpdates(stepper, policy, clock, self.chunks, self.records)
+        self._sums = GradientSums(stepper, ranks, self.chunks, self.records)
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
         # Several threads may run backward at a time; waits of whoever holds this have deadlines.
         self._receiving = threading.RLock()
@@ -116,13 +120,9 @@ class Engine:
         #: Called before a step's first gradient is taken: the front looks for changed param groups.
         self.before_first: Callable[[], None] = _nothing
         self._hooks: list[RemovableHandle] = []
-        self._hyper: HyperRows | None = None
         self._begun = False
         self._closed = False
-        self._changing: str | None = None  # the call that is changing state, or was cut short doing so
         self._hook_seconds = 0.0
-        self._moved: list[int] = []
-        self._rolled_back = False
 
     # Parameters -------------------------------------------------------------------------------------------------
 
@@ -144,8 +144,7 @@ class Engine:
         self.chunks += chunks
         for chunk in chunks:
             self._ledger.add_chunk(chunk.index, [span.param for span in chunk.spans])
-        if self._hyper is not None:
-            self._hyper.add(chunks)
+        self._early.add(chunks)
         for record in records:
             record.note_weight()
             self._hooks += self._hooks_of(record)
@@ -192,16 +191,18 @@ class Engine:
         gradient = record.source.take()
         if (gradient is None and not record.source.stays) or self._worker.failed:
             return
-        self._require_whole("backward")
+        self._guard.require_whole("backward")
         if self._ledger.touched and self._watch.follows_interruption():
             raise MidStepError(
-                messages.unfinished("an earlier backward pass ended with an exception", self._stuck)
+                messages.unfinished("an earlier backward pass ended with an exception", self._early.stuck)
             )
         if self._ledger.is_extra(record.index):
             declared, step = self.policy.accumulation_steps, self.num_steps + 1
             if self._ledger.fires_twice(record.index):
-                raise GradientError(messages.second_fire(record.name, step, self._applied))
-            raise UndeclaredBackwardError(messages.extra_backward(record.name, declared, step, self._applied))
+                raise GradientError(messages.second_fire(record.name, step, self._early.applied))
+            raise UndeclaredBackwardError(
+                messages.extra_backward(record.name, declared, step, self._early.applied)
+            )
         self._watch.note_fire()
         try:
             self._begin()
@@ -219,7 +220,7 @@ class Engine:
         elif intake is Intake.HOLD:
             self._stepper.hold(record, gradient)
         else:
-            rows = self._early_rows()
+            rows = self._early.rows(self._follow_weights)
             if record.weight_changed():  # in this very backward pass: a hook did it
                 self._writes.follow([record])
             self._stepper.step_early(record, gradient, rows)
@@ -237,13 +238,6 @@ class Engine:
     def _follow_weights(self) -> None:
         """Masters follow weights that somebody else wrote, not those that early updates wrote."""
         self._writes.follow_all(but=self._ledger.is_stepped)
-
-    def _early_rows(self) -> Rows:
-        """Hyperparameters as they are at the step's first update; `step` checks that they stayed."""
-        if self._hyper is None:
-            self._follow_weights()  # nothing of this step is applied yet, so all that changed is the user's doing
-            self._hyper = HyperRows(self._stepper.rule, self.chunks, self.records)
-        return self._hyper.rows
 
     def enter_accumulate(self, inside: bool) -> None:
         """The optimizer's ``accumulate()`` context is entered or left."""
@@ -278,26 +272,25 @@ class Engine:
     def _step(self) -> None:
         start = time.perf_counter()
         self._worker.raise_error()
-        self._require_whole("step()")
+        self._guard.require_whole("step()")
         self.land()
         if self._watch.interrupted and self._ledger.touched:
             why = "is still running" if self._watch.running else "ended with an exception"
-            raise MidStepError(messages.unfinished(f"the last backward pass {why}", self._stuck))
+            raise MidStepError(messages.unfinished(f"the last backward pass {why}", self._early.stuck))
         if removed := [record.name for record in self._fired() if not record.active]:
             raise StateError(messages.removed(removed))
         self._take_assigned_gradients()
         self._require_sentinels()
         if not self.num_steps:
             require_in_modules([r for i, r in self.records.items() if not self._ledger.fires(i)])
-        if not self._ledger.touched and self._ranks.alone:  # others may have gradients: see `_agree`
+        if not self._ledger.touched and self._ranks.alone:  # others may have gradients: see `GradientSums`
             raise NoGradientError(messages.no_gradient())
-        if self._hyper is not None:
-            self._hyper.check(messages.some(self._applied))
+        self._early.check()
         self._note_short_step()
         self._follow_weights()
         for record in self._fired():
             record.require_form()
-        self._changing = "step()"
+        self._guard.begin("step()")
         verdict = None
         if self.policy.needs_norm_first:
             with self._clock.span("verdict"):
@@ -307,50 +300,35 @@ class Engine:
         if verdict is None or not verdict.skip:
             self._apply(verdict)
         self._conclude(verdict, start)
-        self._changing = None
+        self._guard.end()
 
     def _apply(self, verdict: Verdict | None) -> None:
-        try:
-            self._stepper.step_rest(self._hyper.rows if self._hyper else self._rows(verdict))
+        with self._guard.refusable():
+            self._stepper.step_rest(self._early.rows_of_rest(verdict.coefficient if verdict else 1.0))
             if not self._departs:
                 with self._clock.span("wait_stepper"):
                     self._stepper.finish()
-        except StateError:  # a stepper's word that nothing was changed
-            self._changing = None
-            raise
         for record in self._fired():
             record.num_steps += 1
 
-    def _rows(self, verdict: Verdict | None) -> Rows:
-        coefficient = verdict.coefficient if verdict else 1.0
-        return make_rows(self._stepper.rule, self.chunks, self.records, coefficient)
-
     def _judge_first(self) -> Verdict:
-        try:
+        with self._guard.refusable():
             self._stepper.measure()
             self._stepper.finish()
-        except StateError:  # a stepper's word that nothing was changed
-            self._changing = None
-            raise
-        culprit = self._first_nonfinite()
-        agreed = self._agree(self._spans(), nonfinite=culprit is not None, touched=self._ledger.touched)
-        where = f"of {culprit.name}" if culprit else f"on rank(s) {list(agreed.nonfinite_ranks)}"
-        if agreed.nonfinite_ranks and self.policy.nonfinite == "raise":
+            found = self._sums.find(self._spans(), touched=self._ledger.touched)
+        if found.nonfinite and self.policy.nonfinite == "raise":
             self._roll_back(restore=True)
             self.reset()
-            raise NonFiniteGradientError(
-                f"the gradient {where} holds an inf or a NaN (nonfinite='raise'); "
-                "nothing was changed and the gradients were dropped"
-            )
+            raise NonFiniteGradientError(messages.nonfinite(found.nonfinite))
         verdict = judge(
-            total_norm([agreed.square_sum]),
-            nonfinite=bool(agreed.nonfinite_ranks),
+            found.norm,
+            nonfinite=found.nonfinite is not None,
             max_norm=self.policy.max_grad_norm,
             skip_nonfinite=self.policy.nonfinite == "skip",
         )
         if verdict.skip:
             logger.warning(
-                "step %d skipped: the gradient %s holds an inf or a NaN", self.num_steps + 1, where
+                "step %d skipped: the gradient %s holds an inf or a NaN", self.num_steps + 1, found.nonfinite
             )
         return verdict
 
@@ -360,24 +338,17 @@ class Engine:
         self.policy.note(roll_back=roll_back)
         if roll_back:
             self._roll_back(restore=verdict.skip)
-        elif self.policy.speculative:
-            self._moved += self._stepper.commit()
+        else:
+            self._early.commit()
 
     def _roll_back(self, *, restore: bool) -> None:
         """Undo speculative updates; `restore`: of compute weights too, which nothing will write otherwise."""
-        self._hyper = None  # without the coefficient, also where no update came to be applied
-        applied = self._applied
-        if not self.policy.speculative or not applied:
-            return
-        with self._clock.span("roll back"):
-            self._stepper.roll_back(restore=restore)
-        self._rolled_back = True
-        logger.debug("step %d: %s rolled back", self.num_steps + 1, messages.some(applied))
+        if undone := self._early.roll_back(restore=restore):
+            logger.debug("step %d: %s rolled back", self.num_steps + 1, messages.some(undone))
 
     def take_moved(self) -> list[int]:
-        """Indices of the parameters whose `state` consists of other tensors since the last call."""
-        moved, self._moved = self._moved, []
-        return moved
+        """Indices of the parameters whose state consists of other tensors since the last call."""
+        return self._early.take_moved()
 
     @property
     def _departs(self) -> bool:
@@ -387,15 +358,23 @@ class Engine:
     def _conclude(self, verdict: Verdict | None, start: float) -> None:
         """Close the books of a step; what was submitted may still be running where steps depart."""
         skipped = verdict is not None and verdict.skip
-        flight = Flight(verdict, list(self._spans()), [] if skipped else self._fired(), span=self._clock.span)
+        flight = Flight(
+            verdict,
+            self._spans(),
+            [] if skipped else self._fired(),
+            rolled_back=self._early.rolled_back,
+            span=self._clock.span,
+        )
         if self._departing is not None and self._departs and not skipped:
             flight.marks = self._departing.depart()
         elif verdict is None:
-            flight.verdict = self._verdict_of(flight)
+            with self._guard.refusable():
+                flight.verdict = self._verdict_of(flight)
         for record in self._fired():
             record.source.clear()
         self._ledger.end_step()
-        self._begun, self._hyper = False, None
+        self._begun = False
+        self._early.end_step()
         self.num_steps += 1
         flight.exposed_s = time.perf_counter() - start
         self.flight = flight
@@ -431,12 +410,11 @@ class Engine:
             skipped=verdict.skip,
             clip_coefficient=verdict.coefficient,
             speculated=self.policy.speculative,
-            rolled_back=self._rolled_back,
+            rolled_back=flight.rolled_back,
             mode=self.policy.mode,
             timings=seconds,
             **counts,
         )
-        self._rolled_back = False
 
     @property
     def report(self) -> StepReport | None:
@@ -478,61 +456,21 @@ class Engine:
                 self.policy.accumulation_steps,
             )
 
-    # Norm -----------------------------------------------------------------------------------
-
-    def _spans(self) -> Iterable[tuple[Chunk, Span]]:
+    def _spans(self) -> list[tuple[Chunk, Span]]:
         """The parts of all parameters that got a gradient, in the optimizer's order of parameters."""
-        spans = [
-            (chunk, span) for chunk in self.chunks for span in chunk.spans if self._ledger.fires(span.param)
-        ]
-        return sorted(spans, key=lambda item: item[1].param)
+        return self._sums.spans(self._ledger.fires)
 
     def _verdict_of(self, flight: Flight) -> Verdict:
         """Of a step that needed none before its updates: only its norm is to be known."""
-        touched = self._ledger.touched or bool(flight.written)
         with self._clock.span("verdict"):
-            agreed = self._agree(flight.spans, nonfinite=False, touched=touched)
-        return Verdict(total_norm([agreed.square_sum]))
-
-    def _agree(self, spans: Iterable[tuple[Chunk, Span]], *, nonfinite: bool, touched: bool) -> Agreement:
-        """The step's one exchange with the other ranks: squared sums added here by parameter, there by rank."""
-        sums = dict.fromkeys(Part, 0.0)
-        for chunk, span in spans:
-            record = self.records[span.param]
-            first, last = _block_range(span)
-            part = self._ranks.part_of(record.param, record.name)
-            sums[part] += add_blocks(self._stepper.block_sums(chunk.index).sums, first, last)
-        agreed = self._ranks.combine(
-            Share(sums[Part.OWN], sums[Part.REPLICA], nonfinite=nonfinite, touched=touched)
-        )
-        if not agreed.touched:
-            self._changing = None
-            raise NoGradientError(messages.no_gradient())
-        return agreed
-
-    def _first_nonfinite(self) -> ParamRecord | None:
-        for chunk, span in self._spans():
-            first, last = _block_range(span)
-            if self._stepper.block_sums(chunk.index).nonfinite[first:last].any():
-                return self.records[span.param]
-        return None
+            return Verdict(self._sums.norm(flight.spans, touched=bool(flight.written)))
 
     # State between steps ----------------------------------------------------------------------------------------
 
     @property
-    def _applied(self) -> list[str]:
-        """Chunks that hold something of the coming step."""
-        return self._stepper.stepped_early
-
-    @property
-    def _stuck(self) -> list[str]:
-        """Those of them that cannot be rolled back."""
-        return [] if self.policy.speculative else self._applied
-
-    @property
     def untouched(self) -> bool:
         """Whether state is that of the last finished step, with nothing of the next one in it."""
-        return not self._applied
+        return not self._early.applied
 
     def require_untouched(self, what: str) -> None:
         """Raise where `what` would see a mixture of two steps.
@@ -542,15 +480,10 @@ class Engine:
             WorkerError: the worker failed.
         """
         self._worker.raise_error()
-        self._require_whole(what)
+        self._guard.require_whole(what)
         self.land()
         if not self.untouched:
-            raise MidStepError(messages.mixture(what, self._applied))
-
-    def _require_whole(self, what: str) -> None:
-        """Raise where an earlier call was cut short while it changed state: what it left may be a mixture."""
-        if self._changing is not None:
-            raise MidStepError(messages.cut_short(what, self._changing))
+            raise MidStepError(messages.mixture(what, self._early.applied))
 
     def _require_sentinels(self) -> None:
         """Raise where gradients that have left were dropped by other means than our ``zero_grad()``."""
@@ -564,14 +497,14 @@ class Engine:
         Raises:
             MidStepError: parts of the step were applied already.
         """
-        if self._changing != RESET:
-            self._require_whole("zero_grad()")
+        if self._guard.changing != RESET:
+            self._guard.require_whole("zero_grad()")
             if not self._ledger.touched and not self._watch.interrupted:
                 return  # a step that is under way has taken its gradients
             self.land()
-            if self._stuck:
-                raise MidStepError(messages.no_way_back(self._stuck))
-        self._changing = RESET
+            if self._early.stuck:
+                raise MidStepError(messages.no_way_back(self._early.stuck))
+        self._guard.begin(RESET)
         self._roll_back(restore=True)
         self.reset()
 
@@ -583,22 +516,23 @@ class Engine:
         """
         self._worker.raise_error()
         self.land()
-        self._changing = RESET
+        self._guard.begin(RESET)
         self._stepper.finish()
         for record in self._fired():
             record.source.clear()
         self._ledger.forget()
         self._watch.reset()
         self._stepper.end_step([chunk.index for chunk in self.chunks])
-        self._begun, self._hyper, self._rolled_back = False, None, False
-        self._changing = None
+        self._begun = False
+        self._early.end_step()
+        self._guard.end()
 
     def begin_loading(self) -> None:
         """State is about to be overwritten, whatever became of it; `take_masters` ends that."""
         self.land()  # what is under way was committed
         self._roll_back(restore=True)  # masters may be taken from the weights
         self.reset()
-        self._changing = "load_state_dict()"
+        self._guard.begin("load_state_dict()")
 
     def synchronize(self) -> None:
         """Block until everything that was submitted is done."""
@@ -614,7 +548,7 @@ class Engine:
     def take_masters(self, written: Sequence[ParamRecord]) -> None:
         """After state was loaded: weights of `written` come from their masters, masters of all others from the weights."""
         self._writes.take_masters(written)
-        self._changing = None
+        self._guard.end()
 
     @property
     def placements(self) -> Mapping[int, Placement]:
@@ -632,7 +566,12 @@ class Engine:
         A step that is under way ends first: the worker runs what was submitted before it ends. Weights of a speculative
         step that had no verdict are those from before it.
         """
-        if self.flight is None and self.policy.speculative and self._changing is None and self._applied:
+        if (
+            self.flight is None
+            and self.policy.speculative
+            and self._guard.changing is None
+            and self._early.applied
+        ):
             self._abandon()
         self._closed = True
         for hook in self._hooks:
@@ -675,7 +614,9 @@ class Engine:
             self._roll_back(restore=True)
         except OffloadError as error:
             logger.warning(
-                "closed in mid-step; %s could not be rolled back: %s", messages.some(self._applied), error
+                "closed in mid-step; %s could not be rolled back: %s",
+                messages.some(self._early.applied),
+                error,
             )
 
     def _fired(self) -> list[ParamRecord]:
@@ -694,7 +635,3 @@ def _locked(lock: threading.RLock, function: Callable[[], None]) -> Callable[[],
 
 def _nothing() -> None:
     """Nobody asked to be called."""
-
-
-def _block_range(span: Span) -> tuple[int, int]:
-    return span.start // ALIGN, -(-(span.start + span.numel) // ALIGN)

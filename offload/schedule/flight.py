@@ -74,6 +74,7 @@ class Flight:
     spans: list[tuple[Chunk, Span]]
     written: list[ParamRecord] = field(default_factory=list)
     exposed_s: float = 0.0
+    rolled_back: bool = False
     marks: Mapping[int, Mark] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)
     span: Callable[[str], AbstractContextManager[object]] = nullcontext

@@ -11,6 +11,7 @@ __all__ = [
     "mixture",
     "no_gradient",
     "no_way_back",
+    "nonfinite",
     "removed",
     "second_fire",
     "some",
@@ -88,6 +89,14 @@ def no_gradient() -> str:
     return (
         "step(): no gradient has arrived since the last step. Call loss.backward() first; if it ran, its graph does not "
         "reach this optimizer's parameters (were they replaced after the optimizer was built?)"
+    )
+
+
+def nonfinite(where: str) -> str:
+    """An inf or a NaN, found before any change."""
+    return (
+        f"the gradient {where} holds an inf or a NaN (nonfinite='raise'); "
+        "nothing was changed and the gradients were dropped"
     )
 
 
