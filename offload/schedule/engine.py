@@ -21,13 +21,11 @@ Life of a step::
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from offload.agreement import Ranks
 from offload.errors import (
@@ -36,19 +34,19 @@ from offload.errors import (
     NoGradientError,
     NonFiniteGradientError,
     OffloadError,
-    StateError,
-    UndeclaredBackwardError,
     WorkerError,
 )
 from offload.layout import Chunk, Span, build_chunks
 from offload.parameters import ParamRecord, require_in_modules
 from offload.report import StageClock, StepReport
 from offload.schedule import messages
+from offload.schedule.arrivals import Arrivals
 from offload.schedule.backward import BackwardWatch
 from offload.schedule.change_guard import ChangeGuard
 from offload.schedule.early_updates import EarlyUpdates
 from offload.schedule.flight import Departing, Flight
 from offload.schedule.foreign_writes import ForeignWrites
+from offload.schedule.gradient_hooks import GradientHooks
 from offload.schedule.gradient_sums import GradientSums
 from offload.schedule.hybrid_stepper import HybridStepper
 from offload.schedule.ledger import Intake, Ledger
@@ -57,7 +55,6 @@ from offload.schedule.policy import Policy
 from offload.schedule.reduced_state import Reduced
 from offload.schedule.state_views import StateViews
 from offload.schedule.stepper import Stepper
-from offload.schedule.turns import Turns
 from offload.schedule.verdict import Verdict, judge
 from offload.schedule.worker import Worker
 from offload.trace import Trace
@@ -113,16 +110,13 @@ class Engine:
         self._early = EarlyUpdates(stepper, policy, clock, self.chunks, self.records)
         self._sums = GradientSums(stepper, ranks, self.chunks, self.records)
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
-        # Several threads may run backward at a time; waits of whoever holds this have deadlines.
-        self._receiving = threading.RLock()
-        self._turns = Turns(self._receiving)
-        self._watch = BackwardWatch(_locked(self._receiving, self._ledger.end_backward))
+        self._hooks = GradientHooks(self._ledger, clock)
+        watch = BackwardWatch(self._hooks.locked(self._ledger.end_backward))
+        self._arrivals = Arrivals(self._ledger, watch, self.records, self._early)
         #: Called before a step's first gradient is taken: the front looks for changed param groups.
         self.before_first: Callable[[], None] = _nothing
-        self._hooks: list[RemovableHandle] = []
         self._begun = False
         self._closed = False
-        self._hook_seconds = 0.0
 
     # Parameters -------------------------------------------------------------------------------------------------
 
@@ -147,34 +141,7 @@ class Engine:
         self._early.add(chunks)
         for record in records:
             record.note_weight()
-            self._hooks += self._hooks_of(record)
-
-    def _hooks_of(self, record: ParamRecord) -> list[RemovableHandle]:
-        """Before a gradient is accumulated the sentinel of the last one must go; afterwards the gradient is taken."""
-
-        def before(gradient: torch.Tensor) -> None:
-            with self._receiving:
-                self._turns.take(record.index)
-                fires = self._ledger.fires(record.index)
-                if fires and record.source.dropped:
-                    raise MidStepError(messages.dropped(record.name))
-                record.source.before(gradient, more=fires > 0 or self._expects_more)
-
-        def after(parameter: torch.Tensor) -> None:
-            start = time.perf_counter()
-            with self._receiving:
-                try:
-                    self._receive(record)
-                finally:
-                    self._turns.give(record.index)
-                end = time.perf_counter()
-                self._hook_seconds += end - start
-            trace = self._clock.trace
-            if trace is not None:
-                trace.add("hook", start, end, {"parameter": record.name})
-
-        parameter = record.param
-        return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
+            self._hooks.attach(record, self._receive)
 
     # Backward ---------------------------------------------------------------------------------------------------
 
@@ -192,18 +159,7 @@ class Engine:
         if (gradient is None and not record.source.stays) or self._worker.failed:
             return
         self._guard.require_whole("backward")
-        if self._ledger.touched and self._watch.follows_interruption():
-            raise MidStepError(
-                messages.unfinished("an earlier backward pass ended with an exception", self._early.stuck)
-            )
-        if self._ledger.is_extra(record.index):
-            declared, step = self.policy.accumulation_steps, self.num_steps + 1
-            if self._ledger.fires_twice(record.index):
-                raise GradientError(messages.second_fire(record.name, step, self._early.applied))
-            raise UndeclaredBackwardError(
-                messages.extra_backward(record.name, declared, step, self._early.applied)
-            )
-        self._watch.note_fire()
+        self._arrivals.admit(record, self.num_steps + 1)
         try:
             self._begin()
         except WorkerError:  # kept by the worker, raised at step(): never inside backward
@@ -244,11 +200,6 @@ class Engine:
         self._ledger.enter_accumulate(inside)
 
     @property
-    def _expects_more(self) -> bool:
-        """Whether the gradients of one backward pass may not be all of a step."""
-        return self.in_accumulate or self.policy.accumulation_steps > 1
-
-    @property
     def in_accumulate(self) -> bool:
         """Whether that context is open."""
         return self._ledger.in_accumulate
@@ -274,21 +225,17 @@ class Engine:
         self._worker.raise_error()
         self._guard.require_whole("step()")
         self.land()
-        if self._watch.interrupted and self._ledger.touched:
-            why = "is still running" if self._watch.running else "ended with an exception"
-            raise MidStepError(messages.unfinished(f"the last backward pass {why}", self._early.stuck))
-        if removed := [record.name for record in self._fired() if not record.active]:
-            raise StateError(messages.removed(removed))
+        self._arrivals.require_usable()
         self._take_assigned_gradients()
-        self._require_sentinels()
+        self._arrivals.require_kept()
         if not self.num_steps:
             require_in_modules([r for i, r in self.records.items() if not self._ledger.fires(i)])
         if not self._ledger.touched and self._ranks.alone:  # others may have gradients: see `GradientSums`
             raise NoGradientError(messages.no_gradient())
         self._early.check()
-        self._note_short_step()
+        self._arrivals.note_short_step(self.num_steps + 1)
         self._follow_weights()
-        for record in self._fired():
+        for record in self._arrivals.fired():
             record.require_form()
         self._guard.begin("step()")
         verdict = None
@@ -308,7 +255,7 @@ class Engine:
             if not self._departs:
                 with self._clock.span("wait_stepper"):
                     self._stepper.finish()
-        for record in self._fired():
+        for record in self._arrivals.fired():
             record.num_steps += 1
 
     def _judge_first(self) -> Verdict:
@@ -361,7 +308,7 @@ class Engine:
         flight = Flight(
             verdict,
             self._spans(),
-            [] if skipped else self._fired(),
+            [] if skipped else self._arrivals.fired(),
             rolled_back=self._early.rolled_back,
             span=self._clock.span,
         )
@@ -370,9 +317,7 @@ class Engine:
         elif verdict is None:
             with self._guard.refusable():
                 flight.verdict = self._verdict_of(flight)
-        for record in self._fired():
-            record.source.clear()
-        self._ledger.end_step()
+        self._arrivals.end_step()
         self._begun = False
         self._early.end_step()
         self.num_steps += 1
@@ -399,10 +344,9 @@ class Engine:
         self.flight = None
         self._writes.follow([record for record in flight.written if record.weight_changed()])
         seconds, counts = self._clock.take()
-        seconds |= {"hook": self._hook_seconds, "exposed": flight.exposed_s}
+        seconds |= {"hook": self._hooks.take_seconds(), "exposed": flight.exposed_s}
         if flight.marks:
             seconds["landing"] = time.perf_counter() - start
-        self._hook_seconds = 0.0
         self._report = StepReport(
             step=self.num_steps,
             grad_norm=verdict.norm,
@@ -446,16 +390,6 @@ class Engine:
             for gradient in record.source.standing():
                 self._stepper.hold(record, record.flat_gradient(gradient))
 
-    def _note_short_step(self) -> None:
-        most = max(self._ledger.fires(index) for index in self.records)
-        if self._ledger.touched and most < self.policy.accumulation_steps:
-            logger.info(
-                "step %d: %d of %d declared micro-batches came; stepping with what arrived",
-                self.num_steps + 1,
-                most,
-                self.policy.accumulation_steps,
-            )
-
     def _spans(self) -> list[tuple[Chunk, Span]]:
         """The parts of all parameters that got a gradient, in the optimizer's order of parameters."""
         return self._sums.spans(self._ledger.fires)
@@ -485,12 +419,6 @@ class Engine:
         if not self.untouched:
             raise MidStepError(messages.mixture(what, self._early.applied))
 
-    def _require_sentinels(self) -> None:
-        """Raise where gradients that have left were dropped by other means than our ``zero_grad()``."""
-        for record in self._fired():
-            if record.source.dropped:
-                raise MidStepError(messages.dropped(record.name))
-
     def discard(self) -> None:
         """Forget the gradients since the last step.
 
@@ -499,7 +427,7 @@ class Engine:
         """
         if self._guard.changing != RESET:
             self._guard.require_whole("zero_grad()")
-            if not self._ledger.touched and not self._watch.interrupted:
+            if not self._arrivals.pending:
                 return  # a step that is under way has taken its gradients
             self.land()
             if self._early.stuck:
@@ -518,10 +446,7 @@ class Engine:
         self.land()
         self._guard.begin(RESET)
         self._stepper.finish()
-        for record in self._fired():
-            record.source.clear()
-        self._ledger.forget()
-        self._watch.reset()
+        self._arrivals.forget()
         self._stepper.end_step([chunk.index for chunk in self.chunks])
         self._begun = False
         self._early.end_step()
@@ -574,9 +499,7 @@ class Engine:
         ):
             self._abandon()
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove()
         for record in self.records.values():
             record.source.clear()
         self.views.clear()
@@ -618,19 +541,6 @@ class Engine:
                 messages.some(self._early.applied),
                 error,
             )
-
-    def _fired(self) -> list[ParamRecord]:
-        return [record for index, record in self.records.items() if self._ledger.fires(index)]
-
-
-def _locked(lock: threading.RLock, function: Callable[[], None]) -> Callable[[], None]:
-    """`function` under `lock`; holds no engine, so that a closed one goes at once."""
-
-    def call() -> None:
-        with lock:
-            function()
-
-    return call
 
 
 def _nothing() -> None:
