@@ -234,12 +234,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """The chosen mode, its memory, and why; of a hybrid, with chunks where they are stepped by now."""
-        return self._plan if self._engine is None else self._plan.as_stepped(self._engine.placements)
+        return self._plan if self._engine is None else self._plan.as_stepped(self._engine.views.placements)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are mapped for state, gradients and rings now."""
-        return self._open_engine().host_bytes
+        return self._open_engine().views.host_bytes
 
     def synchronize(self) -> None:
         """Block until everything submitted so far is done.

@@ -48,14 +48,13 @@ from offload.schedule.flight import Departing, Flight
 from offload.schedule.foreign_writes import ForeignWrites
 from offload.schedule.gradient_hooks import GradientHooks
 from offload.schedule.gradient_sums import GradientSums
-from offload.schedule.hybrid_stepper import HybridStepper
+from offload.schedule.landing import Landing
 from offload.schedule.ledger import Intake, Ledger
-from offload.schedule.mode_costs import Placement
 from offload.schedule.policy import Policy
 from offload.schedule.reduced_state import Reduced
 from offload.schedule.state_views import StateViews
 from offload.schedule.stepper import Stepper
-from offload.schedule.verdict import Verdict, judge
+from offload.schedule.verdict import Verdict
 from offload.schedule.worker import Worker
 from offload.trace import Trace
 
@@ -93,10 +92,7 @@ class Engine:
         self.policy = policy
         self.records: dict[int, ParamRecord] = {}
         self.chunks: list[Chunk] = []
-        self.flight: Flight | None = None
         self.num_steps = 0
-        self._report: StepReport | None = None
-        self._departing = departing
         self.views = StateViews(stepper, reduced)
         self._writes = ForeignWrites(stepper, self.records)
         self._stepper, self._worker, self._clock = stepper, worker, clock
@@ -113,6 +109,7 @@ class Engine:
         self._hooks = GradientHooks(self._ledger, clock)
         watch = BackwardWatch(self._hooks.locked(self._ledger.end_backward))
         self._arrivals = Arrivals(self._ledger, watch, self.records, self._early)
+        self._landing = Landing(stepper, departing, clock, self._sums, self._writes, self._hooks.take_seconds)
         #: Called before a step's first gradient is taken: the front looks for changed param groups.
         self.before_first: Callable[[], None] = _nothing
         self._begun = False
@@ -267,12 +264,7 @@ class Engine:
             self._roll_back(restore=True)
             self.reset()
             raise NonFiniteGradientError(messages.nonfinite(found.nonfinite))
-        verdict = judge(
-            found.norm,
-            nonfinite=found.nonfinite is not None,
-            max_norm=self.policy.max_grad_norm,
-            skip_nonfinite=self.policy.nonfinite == "skip",
-        )
+        verdict = self.policy.judge(found.norm, nonfinite=found.nonfinite is not None)
         if verdict.skip:
             logger.warning(
                 "step %d skipped: the gradient %s holds an inf or a NaN", self.num_steps + 1, found.nonfinite
@@ -300,7 +292,7 @@ class Engine:
     @property
     def _departs(self) -> bool:
         """Whether ``step()`` returns before all is done. Not among ranks: these agree when it is."""
-        return self._departing is not None and self._ranks.alone
+        return self._landing.departs and self._ranks.alone
 
     def _conclude(self, verdict: Verdict | None, start: float) -> None:
         """Close the books of a step; what was submitted may still be running where steps depart."""
@@ -309,20 +301,23 @@ class Engine:
             verdict,
             self._spans(),
             [] if skipped else self._arrivals.fired(),
+            mode=self.policy.mode,
+            speculated=self.policy.speculative,
             rolled_back=self._early.rolled_back,
             span=self._clock.span,
         )
-        if self._departing is not None and self._departs and not skipped:
-            flight.marks = self._departing.depart()
+        if self._departs and not skipped:
+            self._landing.depart(flight)
         elif verdict is None:
             with self._guard.refusable():
-                flight.verdict = self._verdict_of(flight)
+                flight.verdict = self._landing.judge(flight)
         self._arrivals.end_step()
+        flight.irregular = [c.index for c in self.chunks if not self._ledger.may_step_early(c.index)]
         self._begun = False
         self._early.end_step()
         self.num_steps += 1
-        flight.exposed_s = time.perf_counter() - start
-        self.flight = flight
+        flight.step, flight.exposed_s = self.num_steps, time.perf_counter() - start
+        self._landing.flight = flight
         if not flight.marks:
             self.land()
 
@@ -332,44 +327,22 @@ class Engine:
         Raises:
             WorkerError: the worker failed; it stays under way.
         """
-        flight = self.flight
-        if flight is None:
-            return
-        start = time.perf_counter()
-        if self._departing is not None:
-            with self._clock.span("wait_landing"):
-                self._departing.settle()
-        verdict = flight.verdict or self._verdict_of(flight)
-        self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
-        self.flight = None
-        self._writes.follow([record for record in flight.written if record.weight_changed()])
-        seconds, counts = self._clock.take()
-        seconds |= {"hook": self._hooks.take_seconds(), "exposed": flight.exposed_s}
-        if flight.marks:
-            seconds["landing"] = time.perf_counter() - start
-        self._report = StepReport(
-            step=self.num_steps,
-            grad_norm=verdict.norm,
-            clipped=verdict.clipped,
-            skipped=verdict.skip,
-            clip_coefficient=verdict.coefficient,
-            speculated=self.policy.speculative,
-            rolled_back=flight.rolled_back,
-            mode=self.policy.mode,
-            timings=seconds,
-            **counts,
-        )
+        self._landing.land()
+
+    @property
+    def flight(self) -> Flight | None:
+        """The step that is still under way."""
+        return self._landing.flight
 
     @property
     def report(self) -> StepReport | None:
         """Of the last step, which is completed for it."""
         self.land()
-        return self._report
+        return self._landing.report
 
     def stop_departing(self) -> None:
         """From now on ``step()`` waits for everything."""
-        self.land()
-        self._departing = None
+        self._landing.stop_departing()
 
     def _take_assigned_gradients(self) -> None:
         """Gradients that stand in ``param.grad``: left there by their source, assigned by hand, or made while no hook
@@ -380,10 +353,7 @@ class Engine:
             if self._ledger.is_stepped(record.index) and self.policy.speculative:
                 self._roll_back(restore=True)
             elif self._ledger.is_stepped(record.index):
-                raise GradientError(
-                    f"{record.name} has a gradient in .grad, but its update of this step was applied "
-                    "during backward; assign gradients before backward, or set .grad to None"
-                )
+                raise GradientError(messages.assigned_late(record.name))
             self._begin()
             if not record.source.stays:  # else its hook was called, and noted it
                 self._ledger.note_fire(record.index)
@@ -393,11 +363,6 @@ class Engine:
     def _spans(self) -> list[tuple[Chunk, Span]]:
         """The parts of all parameters that got a gradient, in the optimizer's order of parameters."""
         return self._sums.spans(self._ledger.fires)
-
-    def _verdict_of(self, flight: Flight) -> Verdict:
-        """Of a step that needed none before its updates: only its norm is to be known."""
-        with self._clock.span("verdict"):
-            return Verdict(self._sums.norm(flight.spans, touched=bool(flight.written)))
 
     # State between steps ----------------------------------------------------------------------------------------
 
@@ -475,16 +440,6 @@ class Engine:
         self._writes.take_masters(written)
         self._guard.end()
 
-    @property
-    def placements(self) -> Mapping[int, Placement]:
-        """Where chunks are stepped now, by index, where that may change."""
-        return self._stepper.placements if isinstance(self._stepper, HybridStepper) else {}
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that the optimizer maps."""
-        return self._stepper.host_bytes
-
     def close(self) -> None:
         """Remove hooks, end the worker, release memory. Safe to call twice.
 
@@ -507,7 +462,7 @@ class Engine:
             self._stepper.close()
         finally:
             self._worker.close()
-            self.flight = None
+            self._landing.flight = None
             self.end_trace()
 
     # Traces -----------------------------------------------------------------------------------------------------

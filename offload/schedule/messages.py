@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "assigned_late",
     "cut_short",
     "dropped",
     "extra_backward",
@@ -56,6 +57,14 @@ def second_fire(parameter: str, step: int, applied: Sequence[str]) -> str:
         "weight begins to be used both inside and outside of a checkpoint with use_reentrant=True: use "
         "use_reentrant=False, or let it be so from the first step on. To go on, load the last checkpoint of model and "
         "optimizer (load_state_dict)"
+    )
+
+
+def assigned_late(parameter: str) -> str:
+    """A gradient that was assigned by hand after its parameter's update."""
+    return (
+        f"{parameter} has a gradient in .grad, but its update of this step was applied "
+        "during backward; assign gradients before backward, or set .grad to None"
     )
 
 

@@ -1,4 +1,5 @@
-"""State as the outside sees it: views shaped as the parameters are, and copies of moments that have no FP32 memory.
+"""State as the outside sees it: views shaped as the parameters are, and copies of moments that have no FP32 memory; where
+it lies, and what it takes.
 
 Owns the views. They name memory that stays where it is, so each is made once and given out again.
 """
@@ -10,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload.parameters import ParamRecord
+from offload.schedule.hybrid_stepper import HybridStepper
+from offload.schedule.mode_costs import Placement
 from offload.schedule.reduced_state import Reduced
 from offload.schedule.stepper import Stepper
 
@@ -60,6 +63,16 @@ class StateViews:
             if value is not None:
                 record.local(target).copy_(value)
         self._reduced.write_moments(record, flat)
+
+    @property
+    def placements(self) -> Mapping[int, Placement]:
+        """Where chunks are stepped now, by index, where that may change."""
+        return self._stepper.placements if isinstance(self._stepper, HybridStepper) else {}
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the optimizer maps."""
+        return self._stepper.host_bytes
 
     def clear(self) -> None:
         """Let go of the views: the memory that they name is about to be released."""
