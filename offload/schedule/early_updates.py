@@ -98,8 +98,7 @@ class EarlyUpdates:
             restore: compute weights too, which nothing will write otherwise.
         """
         self._hyper = None  # without the coefficient, also where no update came to be applied
-        applied = self.applied
-        if not self._policy.speculative or not applied:
+        if not self._policy.speculative or not (applied := self.applied):
             return []
         with self._clock.span("roll back"):
             self._stepper.roll_back(restore=restore)

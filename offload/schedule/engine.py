@@ -14,12 +14,29 @@ With ``overlap_forward`` a step goes on after ``step()`` (`flight`); whoever rea
 
 Life of a step::
 
-    hook → watch (which backward?) → ledger (accumulate, hold, step?) → stepper (worker: copy, kernel, copy back)
+    hook → arrivals (of this step?) → ledger (accumulate, hold, step?) → stepper (worker: copy, kernel, copy back)
     step() → gradients assigned by hand → verdict → leftovers → all weights arrived → counts and report
+
+The engine owns the order of these events; state that has rules of its own is owned beside it:
+
+================  =============================================================================================
+`gradient_hooks`  the hooks, their lock, and which thread's turn it is
+`arrivals`        what has come since the last step, by which backward pass; what does not belong is refused
+`early_updates`   the rows of updates inside backward, their commit and their way back
+`foreign_writes`  which weights somebody else wrote
+`gradient_sums`   the norm and the exchange with other ranks
+`change_guard`    the call that is changing state, or was cut short doing so
+`landing`         the step that is under way, and the report of the last one
+`state_views`     state as the outside sees it
+================  =============================================================================================
+
+Threads: `_receive` and what it calls run in backward, on autograd's threads, one at a time under the hooks' lock; all
+else on the thread that calls the optimizer. The worker never calls the engine.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +53,7 @@ from offload.errors import (
     OffloadError,
     WorkerError,
 )
-from offload.layout import Chunk, Span, build_chunks
+from offload.layout import Chunk, build_chunks
 from offload.parameters import ParamRecord, require_in_modules
 from offload.report import StageClock, StepReport
 from offload.schedule import messages
@@ -97,11 +114,9 @@ class Engine:
         self._writes = ForeignWrites(stepper, self.records)
         self._stepper, self._worker, self._clock = stepper, worker, clock
         self._ranks = ranks
-        self._layout: dict[str, Any] = {
-            "tile_numel": tile_numel,
-            "chunk_by": chunk_by,
-            "chunk_numel": chunk_numel,
-        }
+        self._lay_out = functools.partial(
+            build_chunks, tile_numel=tile_numel, chunk_by=chunk_by, chunk_numel=chunk_numel
+        )
         self._guard = ChangeGuard()
         self._early = EarlyUpdates(stepper, policy, clock, self.chunks, self.records)
         self._sums = GradientSums(stepper, ranks, self.chunks, self.records)
@@ -129,7 +144,7 @@ class Engine:
         self._ranks.add([record.param for record in records])
         by_index = {record.index: record for record in records}
         specs = [record.spec for record in records]
-        chunks = build_chunks(specs, first_index=len(self.chunks), **self._layout)
+        chunks = self._lay_out(specs, first_index=len(self.chunks))
         self._stepper.add_chunks(chunks, by_index, masters)
         self.records |= by_index
         self.chunks += chunks
@@ -173,7 +188,8 @@ class Engine:
         elif intake is Intake.HOLD:
             self._stepper.hold(record, gradient)
         else:
-            rows = self._early.rows(self._follow_weights)
+            # At the step's first one nothing is applied yet, so all weights that changed are the user's doing.
+            rows = self._early.rows(before_first=self._follow_weights)
             if record.weight_changed():  # in this very backward pass: a hook did it
                 self._writes.follow([record])
             self._stepper.step_early(record, gradient, rows)
@@ -259,7 +275,7 @@ class Engine:
         with self._guard.refusable():
             self._stepper.measure()
             self._stepper.finish()
-            found = self._sums.find(self._spans(), touched=self._ledger.touched)
+            found = self._sums.find(self._sums.spans(self._ledger.fires), touched=self._ledger.touched)
         if found.nonfinite and self.policy.nonfinite == "raise":
             self._roll_back(restore=True)
             self.reset()
@@ -299,7 +315,7 @@ class Engine:
         skipped = verdict is not None and verdict.skip
         flight = Flight(
             verdict,
-            self._spans(),
+            self._sums.spans(self._ledger.fires),
             [] if skipped else self._arrivals.fired(),
             mode=self.policy.mode,
             speculated=self.policy.speculative,
@@ -359,10 +375,6 @@ class Engine:
                 self._ledger.note_fire(record.index)
             for gradient in record.source.standing():
                 self._stepper.hold(record, record.flat_gradient(gradient))
-
-    def _spans(self) -> list[tuple[Chunk, Span]]:
-        """The parts of all parameters that got a gradient, in the optimizer's order of parameters."""
-        return self._sums.spans(self._ledger.fires)
 
     # State between steps ----------------------------------------------------------------------------------------
 
@@ -446,12 +458,7 @@ class Engine:
         A step that is under way ends first: the worker runs what was submitted before it ends. Weights of a speculative
         step that had no verdict are those from before it.
         """
-        if (
-            self.flight is None
-            and self.policy.speculative
-            and self._guard.changing is None
-            and self._early.applied
-        ):
+        if self.flight is None and self._guard.changing is None:
             self._abandon()
         self._closed = True
         self._hooks.remove()
@@ -464,6 +471,17 @@ class Engine:
             self._worker.close()
             self._landing.flight = None
             self.end_trace()
+
+    def _abandon(self) -> None:
+        """Closing must go on, whatever has failed before."""
+        try:
+            self._roll_back(restore=True)
+        except OffloadError as error:
+            logger.warning(
+                "closed in mid-step; %s could not be rolled back: %s",
+                messages.some(self._early.applied),
+                error,
+            )
 
     # Traces -----------------------------------------------------------------------------------------------------
 
@@ -485,17 +503,6 @@ class Engine:
         trace, self._clock.trace = self._clock.trace, None
         if trace is not None:
             trace.write()
-
-    def _abandon(self) -> None:
-        """Closing must go on, whatever has failed before."""
-        try:
-            self._roll_back(restore=True)
-        except OffloadError as error:
-            logger.warning(
-                "closed in mid-step; %s could not be rolled back: %s",
-                messages.some(self._early.applied),
-                error,
-            )
 
 
 def _nothing() -> None:
