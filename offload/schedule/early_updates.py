@@ -7,6 +7,7 @@ Rows are made in a gradient hook, under the hooks' lock; everything else happens
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from offload.layout import Chunk
@@ -16,8 +17,11 @@ from offload.schedule import messages
 from offload.schedule.hyperparameters import HyperRows, make_rows
 from offload.schedule.policy import Policy
 from offload.schedule.stepper import Rows, Stepper
+from offload.schedule.verdict import Verdict
 
 __all__ = ["EarlyUpdates"]
+
+logger = logging.getLogger(__name__)
 
 
 class EarlyUpdates:
@@ -40,6 +44,7 @@ class EarlyUpdates:
         self._hyper: HyperRows | None = None
         self._moved: list[int] = []
         self.rolled_back = False
+        """Whether updates of the coming step were."""
 
     @property
     def applied(self) -> list[str]:
@@ -86,24 +91,29 @@ class EarlyUpdates:
 
     # What becomes of them ---------------------------------------------------------------------------------------
 
-    def commit(self) -> None:
-        """Keep speculative updates."""
-        if self._policy.speculative:
+    def carry_out(self, step: int, verdict: Verdict) -> None:
+        """Keep speculative updates, or undo them; `step`: the coming step's number."""
+        roll_back = verdict.clipped or verdict.skip
+        self._policy.note(roll_back=roll_back)
+        if roll_back:
+            self.roll_back(step, restore=verdict.skip)
+        elif self._policy.speculative:
             self._moved += self._stepper.commit()
 
-    def roll_back(self, *, restore: bool) -> list[str]:
-        """Undo speculative updates; the chunks that held some.
+    def roll_back(self, step: int, *, restore: bool) -> None:
+        """Undo speculative updates, if there are any.
 
         Args:
+            step: the coming step's number.
             restore: compute weights too, which nothing will write otherwise.
         """
         self._hyper = None  # without the coefficient, also where no update came to be applied
         if not self._policy.speculative or not (applied := self.applied):
-            return []
+            return
         with self._clock.span("roll back"):
             self._stepper.roll_back(restore=restore)
         self.rolled_back = True
-        return applied
+        logger.debug("step %d: %s rolled back", step, messages.some(applied))
 
     def take_moved(self) -> list[int]:
         """Indices of the parameters whose state consists of other tensors since the last call."""

@@ -31,7 +31,7 @@ The engine owns the order of these events; state that has rules of its own is ow
 ================  =============================================================================================
 
 Threads: `_receive` and what it calls run in backward, on autograd's threads, one at a time under the hooks' lock; all
-else on the thread that calls the optimizer. The worker never calls the engine.
+else on the thread that calls the optimizer, or lets go of it (`close`). The worker never calls the engine.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class Engine:
             with self._clock.span("verdict"):
                 verdict = self._judge_first()
         if verdict is not None:
-            self._carry_out(verdict)
+            self._early.carry_out(self.num_steps + 1, verdict)
         if verdict is None or not verdict.skip:
             self._apply(verdict)
         self._conclude(verdict, start)
@@ -277,7 +277,7 @@ class Engine:
             self._stepper.finish()
             found = self._sums.find(self._sums.spans(self._ledger.fires), touched=self._ledger.touched)
         if found.nonfinite and self.policy.nonfinite == "raise":
-            self._roll_back(restore=True)
+            self._early.roll_back(self.num_steps + 1, restore=True)
             self.reset()
             raise NonFiniteGradientError(messages.nonfinite(found.nonfinite))
         verdict = self.policy.judge(found.norm, nonfinite=found.nonfinite is not None)
@@ -286,20 +286,6 @@ class Engine:
                 "step %d skipped: the gradient %s holds an inf or a NaN", self.num_steps + 1, found.nonfinite
             )
         return verdict
-
-    def _carry_out(self, verdict: Verdict) -> None:
-        """Commit what was updated speculatively, or roll it back."""
-        roll_back = verdict.clipped or verdict.skip
-        self.policy.note(roll_back=roll_back)
-        if roll_back:
-            self._roll_back(restore=verdict.skip)
-        else:
-            self._early.commit()
-
-    def _roll_back(self, *, restore: bool) -> None:
-        """Undo speculative updates; `restore`: of compute weights too, which nothing will write otherwise."""
-        if undone := self._early.roll_back(restore=restore):
-            logger.debug("step %d: %s rolled back", self.num_steps + 1, messages.some(undone))
 
     def take_moved(self) -> list[int]:
         """Indices of the parameters whose state consists of other tensors since the last call."""
@@ -367,7 +353,7 @@ class Engine:
             if not record.active or not record.source.filled:
                 continue
             if self._ledger.is_stepped(record.index) and self.policy.speculative:
-                self._roll_back(restore=True)
+                self._early.roll_back(self.num_steps + 1, restore=True)
             elif self._ledger.is_stepped(record.index):
                 raise GradientError(messages.assigned_late(record.name))
             self._begin()
@@ -410,7 +396,7 @@ class Engine:
             if self._early.stuck:
                 raise MidStepError(messages.no_way_back(self._early.stuck))
         self._guard.begin(RESET)
-        self._roll_back(restore=True)
+        self._early.roll_back(self.num_steps + 1, restore=True)
         self.reset()
 
     def reset(self) -> None:
@@ -432,7 +418,7 @@ class Engine:
     def begin_loading(self) -> None:
         """State is about to be overwritten, whatever became of it; `take_masters` ends that."""
         self.land()  # what is under way was committed
-        self._roll_back(restore=True)  # masters may be taken from the weights
+        self._early.roll_back(self.num_steps + 1, restore=True)  # masters may be taken from the weights
         self.reset()
         self._guard.begin("load_state_dict()")
 
@@ -475,7 +461,7 @@ class Engine:
     def _abandon(self) -> None:
         """Closing must go on, whatever has failed before."""
         try:
-            self._roll_back(restore=True)
+            self._early.roll_back(self.num_steps + 1, restore=True)
         except OffloadError as error:
             logger.warning(
                 "closed in mid-step; %s could not be rolled back: %s",
