@@ -146,7 +146,7 @@ class Engine:
         specs = [record.spec for record in records]
         chunks = self._lay_out(specs, first_index=len(self.chunks))
         self._stepper.add_chunks(chunks, by_index, masters)
-        self.records |= by_index
+        self.records |= by_index  # both in place: the parts of the engine hold them too
         self.chunks += chunks
         for chunk in chunks:
             self._ledger.add_chunk(chunk.index, [span.param for span in chunk.spans])
