@@ -235,12 +235,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """The chosen mode, its memory, and why; of a hybrid, with chunks where they are stepped by now."""
-        return self._plan if self._engine is None else self._plan.as_stepped(self._engine.placements)
+        return self._plan if self._engine is None else self._plan.as_stepped(self._engine.views.placements)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are mapped for state, gradients and rings now."""
-        return self._open_engine().host_bytes
+        return self._open_engine().views.host_bytes
 
     def synchronize(self) -> None:
         """Block until everything submitted so far is done.
@@ -435,9 +435,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _take_waiting(self, record: ParamRecord, waiting: Mapping[str, torch.Tensor]) -> None:
         """Go on with the state that was loaded while the parameter was frozen; no master over changed weights."""
         engine = self._open_engine()
-        if copied := [name for name in engine.copied_names if name in waiting]:
-            engine.write_moments(record, {name: local_shard(waiting[name]) for name in copied})
-        for name, view in engine.state(record).items():
+        if copied := [name for name in engine.views.copied_names if name in waiting]:
+            engine.views.write_moments(record, {name: local_shard(waiting[name]) for name in copied})
+        for name, view in engine.views.state(record).items():
             if name not in waiting:
                 continue
             saved = local_shard(waiting[name])
@@ -462,13 +462,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _entry(self, record: ParamRecord, tensors: Mapping[str, torch.Tensor]) -> StateEntry:
         engine = self._open_engine()
-        if not engine.copied_names:
+        if not engine.views.copied_names:
             return StateEntry(tensors, record.name, self._moved_to)
 
         def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-            return engine.read_moments(record, names)
+            return engine.views.read_moments(record, names)
 
-        return CopiedEntry(tensors, record.name, self._moved_to, copied=engine.copied_names, read=read)
+        return CopiedEntry(tensors, record.name, self._moved_to, copied=engine.views.copied_names, read=read)
 
     def _follow_moved(self, engine: Engine) -> None:
         """``self.state`` names current tensors also after a step that exchanged them."""
@@ -481,7 +481,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """FP32 state as users see it: an FP32 weight is its own master."""
-        state = self._open_engine().state(record)
+        state = self._open_engine().views.state(record)
         if record.kind.weight == "fp32":
             state = {name: tensor for name, tensor in state.items() if name != "master"}
         return state
@@ -500,8 +500,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for record in members:
             tensors = incoming.tensors[record.index]
             record.num_steps = incoming.steps[record.index]
-            engine.write_moments(record, {name: tensors.get(name) for name in engine.copied_names})
-            for name, view in engine.state(record).items():
+            engine.views.write_moments(
+                record, {name: tensors.get(name) for name in engine.views.copied_names}
+            )
+            for name, view in engine.views.state(record).items():
                 if name in tensors:
                     local_shard(view).copy_(tensors[name])
                 elif name != "master":

@@ -390,7 +390,7 @@ def test_closing_drops_a_speculative_step() -> None:
         train(model, optimizer, batches(2))
         before = copy.deepcopy(model.state_dict())
         loss_of(model, batches(1)[0]).backward()
-        assert optimizer._engine._applied
+        assert optimizer._engine._early.applied
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name]), name
 

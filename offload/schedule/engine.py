@@ -14,48 +14,64 @@ With ``overlap_forward`` a step goes on after ``step()`` (`flight`); whoever rea
 
 Life of a step::
 
-    hook → watch (which backward?) → ledger (accumulate, hold, step?) → stepper (worker: copy, kernel, copy back)
+    hook → arrivals (of this step?) → ledger (accumulate, hold, step?) → stepper (worker: copy, kernel, copy back)
     step() → gradients assigned by hand → verdict → leftovers → all weights arrived → counts and report
+
+The engine owns the order of these events; state that has rules of its own is owned beside it:
+
+================  =============================================================================================
+`gradient_hooks`  the hooks, their lock, and which thread's turn it is
+`arrivals`        what has come since the last step, by which backward pass; what does not belong is refused
+`early_updates`   the rows of updates inside backward, their commit and their way back
+`foreign_writes`  which weights somebody else wrote
+`gradient_sums`   the norm and the exchange with other ranks
+`change_guard`    the call that is changing state, or was cut short doing so
+`landing`         the step that is under way, and the report of the last one
+`state_views`     state as the outside sees it
+================  =============================================================================================
+
+Threads: `_receive` and what it calls run in backward, on autograd's threads, one at a time under the hooks' lock; all
+else on the thread that calls the optimizer, or lets go of it (`close`). The worker never calls the engine.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from offload.agreement import Agreement, Part, Ranks, Share
+from offload.agreement import Ranks
 from offload.errors import (
     GradientError,
     MidStepError,
     NoGradientError,
     NonFiniteGradientError,
     OffloadError,
-    StateError,
-    UndeclaredBackwardError,
     WorkerError,
 )
-from offload.kernels.norm import add_blocks
-from offload.layout import ALIGN, Chunk, Span, build_chunks
+from offload.layout import Chunk, build_chunks
 from offload.parameters import ParamRecord, require_in_modules
 from offload.report import StageClock, StepReport
 from offload.schedule import messages
+from offload.schedule.arrivals import Arrivals
 from offload.schedule.backward import BackwardWatch
+from offload.schedule.change_guard import ChangeGuard
+from offload.schedule.early_updates import EarlyUpdates
 from offload.schedule.flight import Departing, Flight
-from offload.schedule.hybrid_stepper import HybridStepper
-from offload.schedule.hyperparameters import HyperRows, make_rows
+from offload.schedule.foreign_writes import ForeignWrites
+from offload.schedule.gradient_hooks import GradientHooks
+from offload.schedule.gradient_sums import GradientSums
+from offload.schedule.landing import Landing
 from offload.schedule.ledger import Intake, Ledger
-from offload.schedule.mode_costs import Placement
 from offload.schedule.policy import Policy
 from offload.schedule.reduced_state import Reduced
-from offload.schedule.stepper import Rows, Stepper
-from offload.schedule.turns import Turns
-from offload.schedule.verdict import Verdict, judge, total_norm
+from offload.schedule.state_views import StateViews
+from offload.schedule.stepper import Stepper
+from offload.schedule.verdict import Verdict
 from offload.schedule.worker import Worker
 from offload.trace import Trace
 
@@ -93,33 +109,26 @@ class Engine:
         self.policy = policy
         self.records: dict[int, ParamRecord] = {}
         self.chunks: list[Chunk] = []
-        self.flight: Flight | None = None
         self.num_steps = 0
-        self._report: StepReport | None = None
-        self._departing, self._reduced = departing, reduced
+        self.views = StateViews(stepper, reduced)
+        self._writes = ForeignWrites(stepper, self.records)
         self._stepper, self._worker, self._clock = stepper, worker, clock
         self._ranks = ranks
-        self._layout: dict[str, Any] = {
-            "tile_numel": tile_numel,
-            "chunk_by": chunk_by,
-            "chunk_numel": chunk_numel,
-        }
+        self._lay_out = functools.partial(
+            build_chunks, tile_numel=tile_numel, chunk_by=chunk_by, chunk_numel=chunk_numel
+        )
+        self._guard = ChangeGuard()
+        self._early = EarlyUpdates(stepper, policy, clock, self.chunks, self.records)
+        self._sums = GradientSums(stepper, ranks, self.chunks, self.records)
         self._ledger = Ledger(policy.accumulation_steps, early=policy.early)
-        # Several threads may run backward at a time; waits of whoever holds this have deadlines.
-        self._receiving = threading.RLock()
-        self._turns = Turns(self._receiving)
-        self._watch = BackwardWatch(_locked(self._receiving, self._ledger.end_backward))
+        self._hooks = GradientHooks(self._ledger, clock)
+        watch = BackwardWatch(self._hooks.locked(self._ledger.end_backward))
+        self._arrivals = Arrivals(self._ledger, watch, self.records, self._early)
+        self._landing = Landing(stepper, departing, clock, self._sums, self._writes, self._hooks.take_seconds)
         #: Called before a step's first gradient is taken: the front looks for changed param groups.
         self.before_first: Callable[[], None] = _nothing
-        self._hooks: list[RemovableHandle] = []
-        self._hyper: HyperRows | None = None
         self._begun = False
         self._closed = False
-        self._changing: str | None = None  # the call that is changing state, or was cut short doing so
-        self._hook_seconds = 0.0
-        self._moved: list[int] = []
-        self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-        self._rolled_back = False
 
     # Parameters -------------------------------------------------------------------------------------------------
 
@@ -135,78 +144,16 @@ class Engine:
         self._ranks.add([record.param for record in records])
         by_index = {record.index: record for record in records}
         specs = [record.spec for record in records]
-        chunks = build_chunks(specs, first_index=len(self.chunks), **self._layout)
+        chunks = self._lay_out(specs, first_index=len(self.chunks))
         self._stepper.add_chunks(chunks, by_index, masters)
-        self.records |= by_index
+        self.records |= by_index  # both in place: the parts of the engine hold them too
         self.chunks += chunks
         for chunk in chunks:
             self._ledger.add_chunk(chunk.index, [span.param for span in chunk.spans])
-        if self._hyper is not None:
-            self._hyper.add(chunks)
+        self._early.add(chunks)
         for record in records:
             record.note_weight()
-            self._hooks += self._hooks_of(record)
-
-    def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
-        """The parameter's FP32 state as views shaped, strided and sharded as the parameter is.
-
-        Without moments where these are reduced: `read_moments` gives copies of them.
-        """
-        flat = self._stepper.state(record)
-        key = (record.index, flat["master"].data_ptr())  # of two sets, where speculative steps exchange them
-        if key not in self._views:
-            self._views[key] = {name: record.shaped(tensor) for name, tensor in flat.items()}
-        return dict(self._views[key])
-
-    @property
-    def copied_names(self) -> tuple[str, ...]:
-        """Moments that are not in `state`, because they are reduced."""
-        return () if self._reduced is None else self._stepper.rule.state_names
-
-    def read_moments(self, record: ParamRecord, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Reduced moments as FP32 copies, shaped, strided and sharded as the parameter is."""
-        if self._reduced is None:
-            return {}
-        flat = self._reduced.read_moments(record, names)
-        return {name: record.shaped(values) for name, values in flat.items()}
-
-    def write_moments(self, record: ParamRecord, values: Mapping[str, torch.Tensor | None]) -> None:
-        """Take reduced moments, shaped as the local shard, rounded to nearest; None: zeros."""
-        if self._reduced is None:
-            return
-        flat = {name: torch.zeros(record.numel) for name in values if name in self.copied_names}
-        for name, target in flat.items():
-            value = values[name]
-            if value is not None:
-                record.local(target).copy_(value)
-        self._reduced.write_moments(record, flat)
-
-    def _hooks_of(self, record: ParamRecord) -> list[RemovableHandle]:
-        """Before a gradient is accumulated the sentinel of the last one must go; afterwards the gradient is taken."""
-
-        def before(gradient: torch.Tensor) -> None:
-            with self._receiving:
-                self._turns.take(record.index)
-                fires = self._ledger.fires(record.index)
-                if fires and record.source.dropped:
-                    raise MidStepError(messages.dropped(record.name))
-                record.source.before(gradient, more=fires > 0 or self._expects_more)
-
-        def after(parameter: torch.Tensor) -> None:
-            start = time.perf_counter()
-            with self._receiving:
-                try:
-                    self._receive(record)
-                finally:
-                    self._turns.give(record.index)
-                end = time.perf_counter()
-                self._hook_seconds += end - start
-            trace = self._clock.trace
-            if trace is not None:
-                trace.add("hook", start, end, {"parameter": record.name})
-
-        parameter = record.param
-        return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
+            self._hooks.attach(record, self._receive)
 
     # Backward ---------------------------------------------------------------------------------------------------
 
@@ -223,17 +170,8 @@ class Engine:
         gradient = record.source.take()
         if (gradient is None and not record.source.stays) or self._worker.failed:
             return
-        self._require_whole("backward")
-        if self._ledger.touched and self._watch.follows_interruption():
-            raise MidStepError(
-                messages.unfinished("an earlier backward pass ended with an exception", self._stuck)
-            )
-        if self._ledger.is_extra(record.index):
-            declared, step = self.policy.accumulation_steps, self.num_steps + 1
-            if self._ledger.fires_twice(record.index):
-                raise GradientError(messages.second_fire(record.name, step, self._applied))
-            raise UndeclaredBackwardError(messages.extra_backward(record.name, declared, step, self._applied))
-        self._watch.note_fire()
+        self._guard.require_whole("backward")
+        self._arrivals.admit(record, self.num_steps + 1)
         try:
             self._begin()
         except WorkerError:  # kept by the worker, raised at step(): never inside backward
@@ -250,9 +188,10 @@ class Engine:
         elif intake is Intake.HOLD:
             self._stepper.hold(record, gradient)
         else:
-            rows = self._early_rows()
+            # At the step's first one nothing is applied yet, so all weights that changed are the user's doing.
+            rows = self._early.rows(before_first=self._follow_weights)
             if record.weight_changed():  # in this very backward pass: a hook did it
-                self._follow([record])
+                self._writes.follow([record])
             self._stepper.step_early(record, gradient, rows)
 
     def _begin(self) -> None:
@@ -263,23 +202,15 @@ class Engine:
             self.policy.begin_step()
             self._ledger.begin_step(early=self.policy.early)
             self._stepper.begin_step(speculative=self.policy.speculative)
-            self._take_changed_weights()
+            self._follow_weights()
 
-    def _early_rows(self) -> Rows:
-        """Hyperparameters as they are at the step's first update; `step` checks that they stayed."""
-        if self._hyper is None:
-            self._take_changed_weights()  # nothing of this step is applied yet, so all that changed is the user's doing
-            self._hyper = HyperRows(self._stepper.rule, self.chunks, self.records)
-        return self._hyper.rows
+    def _follow_weights(self) -> None:
+        """Masters follow weights that somebody else wrote, not those that early updates wrote."""
+        self._writes.follow_all(but=self._ledger.is_stepped)
 
     def enter_accumulate(self, inside: bool) -> None:
         """The optimizer's ``accumulate()`` context is entered or left."""
         self._ledger.enter_accumulate(inside)
-
-    @property
-    def _expects_more(self) -> bool:
-        """Whether the gradients of one backward pass may not be all of a step."""
-        return self.in_accumulate or self.policy.accumulation_steps > 1
 
     @property
     def in_accumulate(self) -> bool:
@@ -305,127 +236,90 @@ class Engine:
     def _step(self) -> None:
         start = time.perf_counter()
         self._worker.raise_error()
-        self._require_whole("step()")
+        self._guard.require_whole("step()")
         self.land()
-        if self._watch.interrupted and self._ledger.touched:
-            why = "is still running" if self._watch.running else "ended with an exception"
-            raise MidStepError(messages.unfinished(f"the last backward pass {why}", self._stuck))
-        if removed := [record.name for record in self._fired() if not record.active]:
-            raise StateError(messages.removed(removed))
+        self._arrivals.require_usable()
         self._take_assigned_gradients()
-        self._require_sentinels()
+        self._arrivals.require_kept()
         if not self.num_steps:
             require_in_modules([r for i, r in self.records.items() if not self._ledger.fires(i)])
-        if not self._ledger.touched and self._ranks.alone:  # others may have gradients: see `_agree`
+        if not self._ledger.touched and self._ranks.alone:  # others may have gradients: see `GradientSums`
             raise NoGradientError(messages.no_gradient())
-        if self._hyper is not None:
-            self._hyper.check(messages.some(self._applied))
-        self._note_short_step()
-        self._take_changed_weights()
-        for record in self._fired():
+        self._early.check()
+        self._arrivals.note_short_step(self.num_steps + 1)
+        self._follow_weights()
+        for record in self._arrivals.fired():
             record.require_form()
-        self._changing = "step()"
+        self._guard.begin("step()")
         verdict = None
         if self.policy.needs_norm_first:
             with self._clock.span("verdict"):
                 verdict = self._judge_first()
         if verdict is not None:
-            self._carry_out(verdict)
+            self._early.carry_out(self.num_steps + 1, verdict)
         if verdict is None or not verdict.skip:
             self._apply(verdict)
         self._conclude(verdict, start)
-        self._changing = None
+        self._guard.end()
 
     def _apply(self, verdict: Verdict | None) -> None:
-        try:
-            self._stepper.step_rest(self._hyper.rows if self._hyper else self._rows(verdict))
+        with self._guard.refusable():
+            self._stepper.step_rest(self._early.rows_of_rest(verdict.coefficient if verdict else 1.0))
             if not self._departs:
                 with self._clock.span("wait_stepper"):
                     self._stepper.finish()
-        except StateError:  # a stepper's word that nothing was changed
-            self._changing = None
-            raise
-        for record in self._fired():
+        for record in self._arrivals.fired():
             record.num_steps += 1
 
-    def _rows(self, verdict: Verdict | None) -> Rows:
-        coefficient = verdict.coefficient if verdict else 1.0
-        return make_rows(self._stepper.rule, self.chunks, self.records, coefficient)
-
     def _judge_first(self) -> Verdict:
-        try:
+        with self._guard.refusable():
             self._stepper.measure()
             self._stepper.finish()
-        except StateError:  # a stepper's word that nothing was changed
-            self._changing = None
-            raise
-        culprit = self._first_nonfinite()
-        agreed = self._agree(self._spans(), nonfinite=culprit is not None, touched=self._ledger.touched)
-        where = f"of {culprit.name}" if culprit else f"on rank(s) {list(agreed.nonfinite_ranks)}"
-        if agreed.nonfinite_ranks and self.policy.nonfinite == "raise":
-            self._roll_back(restore=True)
+            found = self._sums.find(self._sums.spans(self._ledger.fires), touched=self._ledger.touched)
+        if found.nonfinite and self.policy.nonfinite == "raise":
+            self._early.roll_back(self.num_steps + 1, restore=True)
             self.reset()
-            raise NonFiniteGradientError(
-                f"the gradient {where} holds an inf or a NaN (nonfinite='raise'); "
-                "nothing was changed and the gradients were dropped"
-            )
-        verdict = judge(
-            total_norm([agreed.square_sum]),
-            nonfinite=bool(agreed.nonfinite_ranks),
-            max_norm=self.policy.max_grad_norm,
-            skip_nonfinite=self.policy.nonfinite == "skip",
-        )
+            raise NonFiniteGradientError(messages.nonfinite(found.nonfinite))
+        verdict = self.policy.judge(found.norm, nonfinite=found.nonfinite is not None)
         if verdict.skip:
             logger.warning(
-                "step %d skipped: the gradient %s holds an inf or a NaN", self.num_steps + 1, where
+                "step %d skipped: the gradient %s holds an inf or a NaN", self.num_steps + 1, found.nonfinite
             )
         return verdict
 
-    def _carry_out(self, verdict: Verdict) -> None:
-        """Commit what was updated speculatively, or roll it back."""
-        roll_back = verdict.clipped or verdict.skip
-        self.policy.note(roll_back=roll_back)
-        if roll_back:
-            self._roll_back(restore=verdict.skip)
-        elif self.policy.speculative:
-            self._moved += self._stepper.commit()
-
-    def _roll_back(self, *, restore: bool) -> None:
-        """Undo speculative updates; `restore`: of compute weights too, which nothing will write otherwise."""
-        self._hyper = None  # without the coefficient, also where no update came to be applied
-        applied = self._applied
-        if not self.policy.speculative or not applied:
-            return
-        with self._clock.span("roll back"):
-            self._stepper.roll_back(restore=restore)
-        self._rolled_back = True
-        logger.debug("step %d: %s rolled back", self.num_steps + 1, messages.some(applied))
-
     def take_moved(self) -> list[int]:
-        """Indices of the parameters whose `state` consists of other tensors since the last call."""
-        moved, self._moved = self._moved, []
-        return moved
+        """Indices of the parameters whose state consists of other tensors since the last call."""
+        return self._early.take_moved()
 
     @property
     def _departs(self) -> bool:
         """Whether ``step()`` returns before all is done. Not among ranks: these agree when it is."""
-        return self._departing is not None and self._ranks.alone
+        return self._landing.departs and self._ranks.alone
 
     def _conclude(self, verdict: Verdict | None, start: float) -> None:
         """Close the books of a step; what was submitted may still be running where steps depart."""
         skipped = verdict is not None and verdict.skip
-        flight = Flight(verdict, list(self._spans()), [] if skipped else self._fired(), span=self._clock.span)
-        if self._departing is not None and self._departs and not skipped:
-            flight.marks = self._departing.depart()
+        flight = Flight(
+            verdict,
+            self._sums.spans(self._ledger.fires),
+            [] if skipped else self._arrivals.fired(),
+            mode=self.policy.mode,
+            speculated=self.policy.speculative,
+            rolled_back=self._early.rolled_back,
+            span=self._clock.span,
+        )
+        if self._departs and not skipped:
+            self._landing.depart(flight)
         elif verdict is None:
-            flight.verdict = self._verdict_of(flight)
-        for record in self._fired():
-            record.source.clear()
-        self._ledger.end_step()
-        self._begun, self._hyper = False, None
+            with self._guard.refusable():
+                flight.verdict = self._landing.judge(flight)
+        self._arrivals.end_step()
+        flight.irregular = [c.index for c in self.chunks if not self._ledger.may_step_early(c.index)]
+        self._begun = False
+        self._early.end_step()
         self.num_steps += 1
-        flight.exposed_s = time.perf_counter() - start
-        self.flight = flight
+        flight.step, flight.exposed_s = self.num_steps, time.perf_counter() - start
+        self._landing.flight = flight
         if not flight.marks:
             self.land()
 
@@ -435,46 +329,22 @@ class Engine:
         Raises:
             WorkerError: the worker failed; it stays under way.
         """
-        flight = self.flight
-        if flight is None:
-            return
-        start = time.perf_counter()
-        if self._departing is not None:
-            with self._clock.span("wait_landing"):
-                self._departing.settle()
-        verdict = flight.verdict or self._verdict_of(flight)
-        self._stepper.end_step([c.index for c in self.chunks if not self._ledger.may_step_early(c.index)])
-        self.flight = None
-        self._follow([record for record in flight.written if record.weight_changed()])
-        seconds, counts = self._clock.take()
-        seconds |= {"hook": self._hook_seconds, "exposed": flight.exposed_s}
-        if flight.marks:
-            seconds["landing"] = time.perf_counter() - start
-        self._hook_seconds = 0.0
-        self._report = StepReport(
-            step=self.num_steps,
-            grad_norm=verdict.norm,
-            clipped=verdict.clipped,
-            skipped=verdict.skip,
-            clip_coefficient=verdict.coefficient,
-            speculated=self.policy.speculative,
-            rolled_back=self._rolled_back,
-            mode=self.policy.mode,
-            timings=seconds,
-            **counts,
-        )
-        self._rolled_back = False
+        self._landing.land()
+
+    @property
+    def flight(self) -> Flight | None:
+        """The step that is still under way."""
+        return self._landing.flight
 
     @property
     def report(self) -> StepReport | None:
         """Of the last step, which is completed for it."""
         self.land()
-        return self._report
+        return self._landing.report
 
     def stop_departing(self) -> None:
         """From now on ``step()`` waits for everything."""
-        self.land()
-        self._departing = None
+        self._landing.stop_departing()
 
     def _take_assigned_gradients(self) -> None:
         """Gradients that stand in ``param.grad``: left there by their source, assigned by hand, or made while no hook
@@ -483,83 +353,21 @@ class Engine:
             if not record.active or not record.source.filled:
                 continue
             if self._ledger.is_stepped(record.index) and self.policy.speculative:
-                self._roll_back(restore=True)
+                self._early.roll_back(self.num_steps + 1, restore=True)
             elif self._ledger.is_stepped(record.index):
-                raise GradientError(
-                    f"{record.name} has a gradient in .grad, but its update of this step was applied "
-                    "during backward; assign gradients before backward, or set .grad to None"
-                )
+                raise GradientError(messages.assigned_late(record.name))
             self._begin()
             if not record.source.stays:  # else its hook was called, and noted it
                 self._ledger.note_fire(record.index)
             for gradient in record.source.standing():
                 self._stepper.hold(record, record.flat_gradient(gradient))
 
-    def _note_short_step(self) -> None:
-        most = max(self._ledger.fires(index) for index in self.records)
-        if self._ledger.touched and most < self.policy.accumulation_steps:
-            logger.info(
-                "step %d: %d of %d declared micro-batches came; stepping with what arrived",
-                self.num_steps + 1,
-                most,
-                self.policy.accumulation_steps,
-            )
-
-    # Norm -----------------------------------------------------------------------------------
-
-    def _spans(self) -> Iterable[tuple[Chunk, Span]]:
-        """The parts of all parameters that got a gradient, in the optimizer's order of parameters."""
-        spans = [
-            (chunk, span) for chunk in self.chunks for span in chunk.spans if self._ledger.fires(span.param)
-        ]
-        return sorted(spans, key=lambda item: item[1].param)
-
-    def _verdict_of(self, flight: Flight) -> Verdict:
-        """Of a step that needed none before its updates: only its norm is to be known."""
-        touched = self._ledger.touched or bool(flight.written)
-        with self._clock.span("verdict"):
-            agreed = self._agree(flight.spans, nonfinite=False, touched=touched)
-        return Verdict(total_norm([agreed.square_sum]))
-
-    def _agree(self, spans: Iterable[tuple[Chunk, Span]], *, nonfinite: bool, touched: bool) -> Agreement:
-        """The step's one exchange with the other ranks: squared sums added here by parameter, there by rank."""
-        sums = dict.fromkeys(Part, 0.0)
-        for chunk, span in spans:
-            record = self.records[span.param]
-            first, last = _block_range(span)
-            part = self._ranks.part_of(record.param, record.name)
-            sums[part] += add_blocks(self._stepper.block_sums(chunk.index).sums, first, last)
-        agreed = self._ranks.combine(
-            Share(sums[Part.OWN], sums[Part.REPLICA], nonfinite=nonfinite, touched=touched)
-        )
-        if not agreed.touched:
-            self._changing = None
-            raise NoGradientError(messages.no_gradient())
-        return agreed
-
-    def _first_nonfinite(self) -> ParamRecord | None:
-        for chunk, span in self._spans():
-            first, last = _block_range(span)
-            if self._stepper.block_sums(chunk.index).nonfinite[first:last].any():
-                return self.records[span.param]
-        return None
-
     # State between steps ----------------------------------------------------------------------------------------
-
-    @property
-    def _applied(self) -> list[str]:
-        """Chunks that hold something of the coming step."""
-        return self._stepper.stepped_early
-
-    @property
-    def _stuck(self) -> list[str]:
-        """Those of them that cannot be rolled back."""
-        return [] if self.policy.speculative else self._applied
 
     @property
     def untouched(self) -> bool:
         """Whether state is that of the last finished step, with nothing of the next one in it."""
-        return not self._applied
+        return not self._early.applied
 
     def require_untouched(self, what: str) -> None:
         """Raise where `what` would see a mixture of two steps.
@@ -569,21 +377,10 @@ class Engine:
             WorkerError: the worker failed.
         """
         self._worker.raise_error()
-        self._require_whole(what)
+        self._guard.require_whole(what)
         self.land()
         if not self.untouched:
-            raise MidStepError(messages.mixture(what, self._applied))
-
-    def _require_whole(self, what: str) -> None:
-        """Raise where an earlier call was cut short while it changed state: what it left may be a mixture."""
-        if self._changing is not None:
-            raise MidStepError(messages.cut_short(what, self._changing))
-
-    def _require_sentinels(self) -> None:
-        """Raise where gradients that have left were dropped by other means than our ``zero_grad()``."""
-        for record in self._fired():
-            if record.source.dropped:
-                raise MidStepError(messages.dropped(record.name))
+            raise MidStepError(messages.mixture(what, self._early.applied))
 
     def discard(self) -> None:
         """Forget the gradients since the last step.
@@ -591,15 +388,15 @@ class Engine:
         Raises:
             MidStepError: parts of the step were applied already.
         """
-        if self._changing != RESET:
-            self._require_whole("zero_grad()")
-            if not self._ledger.touched and not self._watch.interrupted:
+        if self._guard.changing != RESET:
+            self._guard.require_whole("zero_grad()")
+            if not self._arrivals.pending:
                 return  # a step that is under way has taken its gradients
             self.land()
-            if self._stuck:
-                raise MidStepError(messages.no_way_back(self._stuck))
-        self._changing = RESET
-        self._roll_back(restore=True)
+            if self._early.stuck:
+                raise MidStepError(messages.no_way_back(self._early.stuck))
+        self._guard.begin(RESET)
+        self._early.roll_back(self.num_steps + 1, restore=True)
         self.reset()
 
     def reset(self) -> None:
@@ -610,22 +407,20 @@ class Engine:
         """
         self._worker.raise_error()
         self.land()
-        self._changing = RESET
+        self._guard.begin(RESET)
         self._stepper.finish()
-        for record in self._fired():
-            record.source.clear()
-        self._ledger.forget()
-        self._watch.reset()
+        self._arrivals.forget()
         self._stepper.end_step([chunk.index for chunk in self.chunks])
-        self._begun, self._hyper, self._rolled_back = False, None, False
-        self._changing = None
+        self._begun = False
+        self._early.end_step()
+        self._guard.end()
 
     def begin_loading(self) -> None:
         """State is about to be overwritten, whatever became of it; `take_masters` ends that."""
         self.land()  # what is under way was committed
-        self._roll_back(restore=True)  # masters may be taken from the weights
+        self._early.roll_back(self.num_steps + 1, restore=True)  # masters may be taken from the weights
         self.reset()
-        self._changing = "load_state_dict()"
+        self._guard.begin("load_state_dict()")
 
     def synchronize(self) -> None:
         """Block until everything that was submitted is done."""
@@ -636,31 +431,12 @@ class Engine:
     def resync(self) -> list[str]:
         """Take masters anew from the weights, where those do not agree; the names of these parameters."""
         self.require_untouched("resync()")
-        records = list(self.records.values())
-        changed = self._stepper.load_weights(records)
-        for record in records:
-            record.note_weight()
-        return [self.records[index].name for index in sorted(changed)]
+        return self._writes.resync()
 
     def take_masters(self, written: Sequence[ParamRecord]) -> None:
         """After state was loaded: weights of `written` come from their masters, masters of all others from the weights."""
-        mastered = {record.index for record in written}
-        others = [r for index, r in self.records.items() if index not in mastered and r.active]
-        self._stepper.load_weights(others, force=True)
-        self._stepper.store_weights(written)
-        for record in self.records.values():
-            record.note_weight()
-        self._changing = None
-
-    @property
-    def placements(self) -> Mapping[int, Placement]:
-        """Where chunks are stepped now, by index, where that may change."""
-        return self._stepper.placements if isinstance(self._stepper, HybridStepper) else {}
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that the optimizer maps."""
-        return self._stepper.host_bytes
+        self._writes.take_masters(written)
+        self._guard.end()
 
     def close(self) -> None:
         """Remove hooks, end the worker, release memory. Safe to call twice.
@@ -668,21 +444,30 @@ class Engine:
         A step that is under way ends first: the worker runs what was submitted before it ends. Weights of a speculative
         step that had no verdict are those from before it.
         """
-        if self.flight is None and self.policy.speculative and self._changing is None and self._applied:
+        if self.flight is None and self._guard.changing is None:
             self._abandon()
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove()
         for record in self.records.values():
             record.source.clear()
-        self._views.clear()
+        self.views.clear()
         try:
             self._stepper.close()
         finally:
             self._worker.close()
-            self.flight = None
+            self._landing.flight = None
             self.end_trace()
+
+    def _abandon(self) -> None:
+        """Closing must go on, whatever has failed before."""
+        try:
+            self._early.roll_back(self.num_steps + 1, restore=True)
+        except OffloadError as error:
+            logger.warning(
+                "closed in mid-step; %s could not be rolled back: %s",
+                messages.some(self._early.applied),
+                error,
+            )
 
     # Traces -----------------------------------------------------------------------------------------------------
 
@@ -705,53 +490,6 @@ class Engine:
         if trace is not None:
             trace.write()
 
-    def _abandon(self) -> None:
-        """Closing must go on, whatever has failed before."""
-        try:
-            self._roll_back(restore=True)
-        except OffloadError as error:
-            logger.warning(
-                "closed in mid-step; %s could not be rolled back: %s", messages.some(self._applied), error
-            )
-
-    def _take_changed_weights(self) -> None:
-        """Weights that somebody else wrote: their masters must follow. Not those that early updates wrote."""
-        stepped = self._ledger.is_stepped
-        self._follow([r for index, r in self.records.items() if not stepped(index) and r.weight_changed()])
-
-    def _follow(self, stale: Sequence[ParamRecord]) -> None:
-        """Take masters anew from weights that somebody else wrote; nothing of ours may be on its way to them."""
-        if not stale:
-            return
-        changed = self._stepper.load_weights(stale)
-        for record in stale:
-            record.note_weight()
-        if changed:
-            names = ", ".join(self.records[index].name for index in sorted(changed)[:3])
-            logger.warning(
-                "weights of %d parameter(s) were changed outside the optimizer (%s ...): their masters were "
-                "taken anew from the weights, the moments were kept",
-                len(changed),
-                names,
-            )
-
-    def _fired(self) -> list[ParamRecord]:
-        return [record for index, record in self.records.items() if self._ledger.fires(index)]
-
-
-def _locked(lock: threading.RLock, function: Callable[[], None]) -> Callable[[], None]:
-    """`function` under `lock`; holds no engine, so that a closed one goes at once."""
-
-    def call() -> None:
-        with lock:
-            function()
-
-    return call
-
 
 def _nothing() -> None:
     """Nobody asked to be called."""
-
-
-def _block_range(span: Span) -> tuple[int, int]:
-    return span.start // ALIGN, -(-(span.start + span.numel) // ALIGN)

@@ -66,6 +66,8 @@ class Flight:
         verdict: None where the norm is known when everything has ended.
         spans: of the parameters that got a gradient, in the optimizer's order: what the norm is made of.
         written: parameters whose weights are new when it has landed: only then do their versions stand still.
+        step, mode, speculated, rolled_back, exposed_s: for its report; `exposed_s` is what ``step()`` took, in seconds.
+        irregular: indices of chunks whose next gradients will be held.
         marks: by chunk index; empty where ``step()`` waits for everything.
         span: `StageClock.span`, for waits.
     """
@@ -73,6 +75,11 @@ class Flight:
     verdict: Verdict | None
     spans: list[tuple[Chunk, Span]]
     written: list[ParamRecord] = field(default_factory=list)
+    step: int = 0
+    mode: str = ""
+    speculated: bool = False
+    rolled_back: bool = False
+    irregular: list[int] = field(default_factory=list)
     exposed_s: float = 0.0
     marks: Mapping[int, Mark] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)

@@ -92,6 +92,11 @@ class Ledger:
         """Whether the ``accumulate()`` context is open."""
         return self._in_accumulate
 
+    @property
+    def expects_more(self) -> bool:
+        """Whether the gradients of one backward pass may not be all of a step."""
+        return self._in_accumulate or self.accumulation_steps > 1
+
     def end_backward(self) -> None:
         """A backward pass in which gradients came has ended."""
         self._ends_are_seen = True

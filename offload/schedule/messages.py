@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "assigned_late",
     "cut_short",
     "dropped",
     "extra_backward",
     "mixture",
     "no_gradient",
     "no_way_back",
+    "nonfinite",
     "removed",
     "second_fire",
     "some",
@@ -58,6 +60,14 @@ def second_fire(parameter: str, step: int, applied: Sequence[str]) -> str:
     )
 
 
+def assigned_late(parameter: str) -> str:
+    """A gradient that was assigned by hand after its parameter's update."""
+    return (
+        f"{parameter} has a gradient in .grad, but its update of this step was applied "
+        "during backward; assign gradients before backward, or set .grad to None"
+    )
+
+
 def removed(names: Sequence[str]) -> str:
     """Param groups were removed while a step was under way."""
     return (
@@ -88,6 +98,14 @@ def no_gradient() -> str:
     return (
         "step(): no gradient has arrived since the last step. Call loss.backward() first; if it ran, its graph does not "
         "reach this optimizer's parameters (were they replaced after the optimizer was built?)"
+    )
+
+
+def nonfinite(where: str) -> str:
+    """An inf or a NaN, found before any change."""
+    return (
+        f"the gradient {where} holds an inf or a NaN (nonfinite='raise'); "
+        "nothing was changed and the gradients were dropped"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from offload.schedule.verdict import Verdict, judge
+
 __all__ = ["Policy"]
 
 WINDOW = 8
@@ -56,6 +58,12 @@ class Policy:
         """At a step's first gradient: choose."""
         wanted = self._clip == "speculate" or (self._clip == "auto" and self._pays())
         self.speculative = self._inside_backward and self.needs_norm_first and wanted
+
+    def judge(self, norm: float, *, nonfinite: bool) -> Verdict:
+        """What becomes of a step with this global norm; `nonfinite`: whether any gradient element is an inf or a NaN."""
+        return judge(
+            norm, nonfinite=nonfinite, max_norm=self.max_grad_norm, skip_nonfinite=self.nonfinite == "skip"
+        )
 
     def note(self, *, roll_back: bool) -> None:
         """The verdict: whether early updates were, or would have been, rolled back."""

@@ -1,0 +1,99 @@
+"""The end of a step, whether ``step()`` waits for it or not: landing, and the report of it.
+
+Owns the step that is under way (`Flight`) and the report of the last one that has landed. Where steps depart, submitted
+work goes on on the worker and on the device after ``step()`` has returned; whoever reads or changes state calls `land`
+first, on whatever thread that is: the user's, or backward's in a hook.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from offload.report import StageClock, StepReport
+from offload.schedule.flight import Departing, Flight
+from offload.schedule.foreign_writes import ForeignWrites
+from offload.schedule.gradient_sums import GradientSums
+from offload.schedule.stepper import Stepper
+from offload.schedule.verdict import Verdict
+
+__all__ = ["Landing"]
+
+
+class Landing:
+    """Of one stepper's steps.
+
+    Args:
+        departing: the stepper again, where steps may end after ``step()``.
+        sums: gives the norm, where nobody needed it before.
+        writes: weights that somebody wrote while the step was under way.
+        hook_seconds: what gradient hooks took since it was last asked.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        departing: Departing | None,
+        clock: StageClock,
+        sums: GradientSums,
+        writes: ForeignWrites,
+        hook_seconds: Callable[[], float],
+    ) -> None:
+        self._stepper, self._departing, self._clock = stepper, departing, clock
+        self._sums, self._writes, self._hook_seconds = sums, writes, hook_seconds
+        self.flight: Flight | None = None
+        self.report: StepReport | None = None
+
+    @property
+    def departs(self) -> bool:
+        """Whether steps may end after ``step()``."""
+        return self._departing is not None
+
+    def depart(self, flight: Flight) -> None:
+        """All of a step has been submitted: it goes on by itself. Only where steps depart."""
+        if self._departing is not None:
+            flight.marks = self._departing.depart()
+
+    def judge(self, flight: Flight) -> Verdict:
+        """The verdict of a step that needed none before its updates: only its norm is to be known."""
+        with self._clock.span("verdict"):
+            return Verdict(self._sums.norm(flight.spans, touched=bool(flight.written)))
+
+    def land(self) -> None:
+        """Complete the step that is under way, if one is.
+
+        Raises:
+            WorkerError: the worker failed; it stays under way.
+        """
+        flight = self.flight
+        if flight is None:
+            return
+        start = time.perf_counter()
+        if self._departing is not None:
+            with self._clock.span("wait_landing"):
+                self._departing.settle()
+        verdict = flight.verdict or self.judge(flight)
+        self._stepper.end_step(flight.irregular)
+        self.flight = None
+        self._writes.follow([record for record in flight.written if record.weight_changed()])
+        seconds, counts = self._clock.take()
+        seconds |= {"hook": self._hook_seconds(), "exposed": flight.exposed_s}
+        if flight.marks:
+            seconds["landing"] = time.perf_counter() - start
+        self.report = StepReport(
+            step=flight.step,
+            grad_norm=verdict.norm,
+            clipped=verdict.clipped,
+            skipped=verdict.skip,
+            clip_coefficient=verdict.coefficient,
+            speculated=flight.speculated,
+            rolled_back=flight.rolled_back,
+            mode=flight.mode,
+            timings=seconds,
+            **counts,
+        )
+
+    def stop_departing(self) -> None:
+        """From now on ``step()`` waits for everything."""
+        self.land()
+        self._departing = None
