@@ -38,7 +38,7 @@ from _native import load_native
 from numba import prange
 
 from offload.kernels.backend import TileArrays, Variant
-from offload.kernels.blocks import BLOCK, NORM_BLOCK, make_blocks
+from offload.kernels.blocks import BLOCK, LINE, make_blocks
 from offload.kernels.jit import Kernel, inner
 from offload.kernels.numba_backend import NumbaBackend
 from offload.kernels.rule import AdamWRule
@@ -90,8 +90,8 @@ def triad_span(a, b, c):
 @inner
 def triad_streamed_block(block, a, b, c):
     stage = make_stage(a)
-    for first in range(block * BLOCK, min(block * BLOCK + BLOCK, a.size), NORM_BLOCK):
-        last = min(first + NORM_BLOCK, a.size)
+    for first in range(block * BLOCK, min(block * BLOCK + BLOCK, a.size), LINE):
+        last = min(first + LINE, a.size)
         triad_span(stage[: last - first], b[first:last], c[first:last])
         drain(stage, a, first, last)
     fence()

@@ -13,7 +13,7 @@ from numba import prange, types
 from numba.extending import overload
 
 from offload.kernels.bits import bf16_from_float, float_from_bf16
-from offload.kernels.blocks import BLOCK, part
+from offload.kernels.blocks import BLOCK, LINE, NORM_BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
 from offload.kernels.shares import items
@@ -22,6 +22,7 @@ __all__ = [
     "accumulate_next",
     "expand",
     "fill_zero",
+    "line_numel",
     "load_gradient",
     "read",
     "round_weights",
@@ -94,8 +95,20 @@ def load_gradient(grad, acc, first, last, gradient_out):
     gradient_out[last - first :] = np.float32(0.0)
 
 
+def line_numel(acc: Any, sums: Any) -> Any:
+    """Elements that an update takes at a time: `LINE`, or a norm block where `take_gradient` fills a buffer."""
+    return LINE if acc is None and sums is None else NORM_BLOCK
+
+
+@overload(line_numel)
+def _line_numel_overload(acc, sums):
+    if isinstance(acc, types.NoneType) and isinstance(sums, types.NoneType):
+        return lambda acc, sums: LINE
+    return lambda acc, sums: NORM_BLOCK
+
+
 def take_gradient(grad: Any, acc: Any, sums: Any, first: Any, last: Any, buffer: Any) -> Any:
-    """What the update reads of the norm block at ``[first, last)``, as float32 or BF16 bits (see `read`).
+    """What the update reads of ``[first, last)``, at most `line_numel` elements, as float32 or BF16 bits (see `read`).
 
     ``grad`` itself where nothing is added and no norm is taken; else ``buffer`` (float32[1024]), after `load_gradient`.
     """

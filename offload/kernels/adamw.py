@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from offload.kernels.accumulate import read, take_gradient, write
+from offload.kernels.accumulate import line_numel, read, take_gradient, write
 from offload.kernels.arithmetic import fma, sqrt
 from offload.kernels.blocks import NORM_BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
@@ -90,7 +90,7 @@ def update_block(
     block, grad, acc, master, exp_avg, exp_avg_sq, new_master, new_exp_avg, new_exp_avg_sq, weight,
     sums, nonfinite, blocks, rows, select, flush,
 ):
-    """Work item ``block`` of `update_tile`: a norm block at a time, in the L1 cache."""
+    """Work item ``block`` of `update_tile`: a line at a time."""
     start, stop, row = blocks[block, 0], blocks[block, 1], blocks[block, 2]
     if select[row] == 0:
         return
@@ -98,8 +98,9 @@ def update_block(
     gradient = np.empty(NORM_BLOCK, np.float32)
     weight_stage, master_stage = make_stage(weight), make_stage(new_master)
     exp_avg_stage, exp_avg_sq_stage = make_stage(new_exp_avg), make_stage(new_exp_avg_sq)
-    for first in range(start, stop, NORM_BLOCK):
-        last = min(first + NORM_BLOCK, stop)
+    line = line_numel(acc, sums)
+    for first in range(start, stop, line):
+        last = min(first + line, stop)
         numel = last - first
         values = take_gradient(grad, acc, sums, first, last, gradient)
         write_sums(gradient, sums, nonfinite, first)

@@ -16,11 +16,14 @@ from numba.extending import overload
 
 from offload.errors import KernelError
 
-__all__ = ["BLOCK", "NORM_BLOCK", "make_blocks", "part"]
+__all__ = ["BLOCK", "LINE", "NORM_BLOCK", "make_blocks", "part"]
 
-#: Elements per norm block, and the alignment of every parameter in a chunk. Also what the inner loops take at a time: all
-#: its arrays stay in the L1 cache.
+#: Elements per norm block, and the alignment of every parameter in a chunk. Also what the inner loops take at a time where
+#: they read something twice: all its arrays stay in the L1 cache.
 NORM_BLOCK = 1024
+#: Elements that the inner loops take at a time where they read everything once; each time costs as much as some hundred
+#: elements.
+LINE = 4 * NORM_BLOCK
 #: Elements per work item of the thread team: large enough to hide scheduling, small enough to balance.
 BLOCK = 32 * NORM_BLOCK
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from offload.kernels.accumulate import read, take_gradient, write
+from offload.kernels.accumulate import line_numel, read, take_gradient, write
 from offload.kernels.blocks import NORM_BLOCK, part
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
@@ -64,15 +64,16 @@ def update_span(gradient, master, new_master, weight, rows, row):
 # fmt: off
 @inner
 def update_block(block, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush):
-    """Work item ``block`` of `update_tile`: a norm block at a time, in the L1 cache."""
+    """Work item ``block`` of `update_tile`: a line at a time."""
     start, stop, row = blocks[block, 0], blocks[block, 1], blocks[block, 2]
     if select[row] == 0:
         return
     mode = set_flush(flush)
     gradient = np.empty(NORM_BLOCK, np.float32)
     weight_stage, master_stage = make_stage(weight), make_stage(new_master)
-    for first in range(start, stop, NORM_BLOCK):
-        last = min(first + NORM_BLOCK, stop)
+    line = line_numel(acc, sums)
+    for first in range(start, stop, line):
+        last = min(first + line, stop)
         numel = last - first
         values = take_gradient(grad, acc, sums, first, last, gradient)
         write_sums(gradient, sums, nonfinite, first)

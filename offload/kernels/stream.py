@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from offload.kernels.blocks import NORM_BLOCK
+from offload.kernels.blocks import LINE
 from offload.kernels.jit import inner
 
 __all__ = ["drain", "fence", "make_stage", "put"]
@@ -23,15 +23,15 @@ LINE_MASK = LINE_BYTES - 1
 
 
 def make_stage(target: Any) -> Any:
-    """An uninitialised buffer of one norm block for ``target``'s elements, or None where the variant has no target."""
-    return None if target is None else np.empty(NORM_BLOCK, target.dtype)
+    """An uninitialised buffer of a line for ``target``'s elements, or None where the variant has no target."""
+    return None if target is None else np.empty(LINE, target.dtype)
 
 
 @overload(make_stage)
 def _make_stage_overload(target):
     if isinstance(target, types.NoneType):
         return lambda target: None
-    return lambda target: np.empty(NORM_BLOCK, target.dtype)
+    return lambda target: np.empty(LINE, target.dtype)
 
 
 def put(stage: Any, old: Any, i: Any, value: Any) -> None:
