@@ -22,6 +22,7 @@ from offload.parameters import ParamRecord
 from offload.parts import Parts, make_backend, make_hybrid_updater, make_updater
 from offload.planning import element_bytes, make_plan
 from offload.report import StageClock
+from offload.schedule.backward_room import BackwardRoom, Queue
 from offload.schedule.conveyor import FixedSlots, FreshSlots
 from offload.schedule.device_stepper import DeviceStepper
 from offload.schedule.engine import Engine
@@ -165,6 +166,7 @@ def _make_stepper(parts: Parts) -> Stepper:
             timeout_s=parts.config.timeout_s,
             rebalances=False,
             departs=True,
+            room=_make_room(parts),
         )
     return host
 
@@ -277,7 +279,22 @@ def _make_hybrid_stepper(parts: Parts, budget: Budget) -> HybridStepper:
         timeout_s=parts.config.timeout_s,
         rebalances=parts.options.rebalances,
         departs=parts.options.overlap_forward,
+        room=_make_room(parts, issuer) if parts.options.overlap_forward else None,
     )
+
+
+def _make_room(parts: Parts, issuer: Worker | None = None) -> BackwardRoom | None:
+    """Two queues have half of it each: which one is the longer changes within a step."""
+    if not parts.on_gpu:
+        return None
+    unit = parts.config.tile_numel * element_bytes(parts.kinds)
+    queues = [Queue(parts.worker, unit, 1.0)]
+    if issuer is not None:
+        queues = [
+            Queue(parts.worker, unit, 0.5),
+            Queue(issuer, HYBRID_CHUNK_NUMEL * element_bytes(parts.kinds), 0.5),
+        ]
+    return BackwardRoom(lambda: torch.cuda.memory_allocated(parts.device), queues)
 
 
 def _make_issuer(parts: Parts) -> Worker:

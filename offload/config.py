@@ -34,7 +34,7 @@ NONFINITE_POLICIES = ("propagate", "skip", "raise")
 MOMENTS = ("fp32", "bf16", "int8")
 """How moments are kept in host memory; docs/numerics.md has what the reduced ones cost in accuracy."""
 
-BACKLOG_TILES, OVERLAPPED_BACKLOG_TILES = 32, 96
+BACKLOG_TILES, OVERLAPPED_BACKLOG_TILES = 32, 48
 
 TILE_ALIGN = 1024
 """Tiles are multiples of this many elements (see layout.ALIGN)."""
@@ -75,8 +75,9 @@ class OffloadConfig:
     """Pinned slots in each of the two rings (gradients in, weights out); at least 2."""
 
     backlog_tiles: int | None = None
-    """Tiles whose gradients may wait on the device for the worker before backward is held up; at least 1. None: 32, or 96
-    where the next forward overlaps the update and so can use what backward leaves behind."""
+    """Tiles whose gradients may wait on the device for the worker before backward is held up; at least 1. None: 32, or 48
+    where the next forward overlaps the update; there, more of them may wait in the room that backward frees on its way
+    (`offload.schedule.backward_room`)."""
 
     host_budget: int | None = None
     """Bytes of host memory that the optimizer may map; None: what the machine and its cgroup leave free."""

@@ -8,13 +8,19 @@ from _measure import format_table, in_gib, stage_rows
 from _optimizers import BASELINE
 from _published import print_beside
 from _resume import describe
-from _roofline import CAUSES, Compute, exposed, roofline
+from _roofline import CAUSES, Compute, exposed, roofline, turn_shares
+
+from offload.cli.model_shape import ModelShape
 
 RATES = {"kernel_numel": "host Gparam/s", "duplex_bytes": "link GB/s each way"}
 
 
-def compare_with_first(runs: list[dict[str, Any]]) -> None:
-    """Adds to each run its share of the baseline's throughput and its losses' distance from the first mode's."""
+def compare_with_first(runs: list[dict[str, Any]], shape: ModelShape, batch: int) -> None:
+    """Adds to each run its share of the baseline's throughput and its losses' distance from the first mode's.
+
+    Args:
+        shape, batch: of the model and of a step, for the roofline.
+    """
     done = [run for run in runs if run["status"] == "ok"]
     for run in done:
         peers = [peer for peer in done if peer["seq"] == run["seq"]]
@@ -24,7 +30,10 @@ def compare_with_first(runs: list[dict[str, Any]]) -> None:
         baseline = next((peer for peer in peers if peer["mode"] == BASELINE), None)
         run["share_of_resident"] = baseline and baseline["step_s"] / run["step_s"]
         if baseline is not None:
-            add_roofline(run, Compute(baseline["forward_s"], baseline["backward_s"]))
+            forward_s, backward_s = baseline["forward_s"], baseline["backward_s"]
+            of_forward, of_backward = turn_shares(shape, batch * run["seq"], run["seq"])
+            turn_s = of_forward * forward_s + of_backward * backward_s
+            add_roofline(run, Compute(forward_s, backward_s, turn_s))
 
 
 def add_roofline(run: dict[str, Any], compute: Compute) -> None:

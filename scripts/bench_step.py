@@ -118,7 +118,7 @@ def summarize(
     args: argparse.Namespace, modes: list[dict[str, Any]], world: World, wall_s: float
 ) -> dict[str, Any]:
     runs = [run for mode in modes for run in mode["runs"]]
-    compare_with_first(runs)
+    compare_with_first(runs, shape_of(args).counted(), args.batch)
     return {
         "script": "bench_step",
         "model": args.model,

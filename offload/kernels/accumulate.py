@@ -95,35 +95,35 @@ def load_gradient(grad, acc, first, last, gradient_out):
     gradient_out[last - first :] = np.float32(0.0)
 
 
-def line_numel(acc: Any, sums: Any) -> Any:
+def line_numel(acc: Any) -> Any:
     """Elements that an update takes at a time: `LINE`, or a norm block where `take_gradient` fills a buffer."""
-    return LINE if acc is None and sums is None else NORM_BLOCK
+    return LINE if acc is None else NORM_BLOCK
 
 
 @overload(line_numel)
-def _line_numel_overload(acc, sums):
-    if isinstance(acc, types.NoneType) and isinstance(sums, types.NoneType):
-        return lambda acc, sums: LINE
-    return lambda acc, sums: NORM_BLOCK
+def _line_numel_overload(acc):
+    if isinstance(acc, types.NoneType):
+        return lambda acc: LINE
+    return lambda acc: NORM_BLOCK
 
 
-def take_gradient(grad: Any, acc: Any, sums: Any, first: Any, last: Any, buffer: Any) -> Any:
+def take_gradient(grad: Any, acc: Any, first: Any, last: Any, buffer: Any) -> Any:
     """What the update reads of ``[first, last)``, at most `line_numel` elements, as float32 or BF16 bits (see `read`).
 
-    ``grad`` itself where nothing is added and no norm is taken; else ``buffer`` (float32[1024]), after `load_gradient`.
+    ``grad`` itself where nothing is added; else ``buffer`` (float32[1024]), after `load_gradient`.
     """
-    if acc is None and sums is None:
+    if acc is None:
         return grad[first:last]
     load_gradient(grad, acc, first, last, buffer)
     return buffer[: last - first]
 
 
 @overload(take_gradient)
-def _take_gradient_overload(grad, acc, sums, first, last, buffer):
-    if isinstance(acc, types.NoneType) and isinstance(sums, types.NoneType):
-        return lambda grad, acc, sums, first, last, buffer: grad[first:last]
+def _take_gradient_overload(grad, acc, first, last, buffer):
+    if isinstance(acc, types.NoneType):
+        return lambda grad, acc, first, last, buffer: grad[first:last]
 
-    def load(grad, acc, sums, first, last, buffer):
+    def load(grad, acc, first, last, buffer):
         load_gradient(grad, acc, first, last, buffer)
         return buffer[: last - first]
 

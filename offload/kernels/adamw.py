@@ -98,12 +98,12 @@ def update_block(
     gradient = np.empty(NORM_BLOCK, np.float32)
     weight_stage, master_stage = make_stage(weight), make_stage(new_master)
     exp_avg_stage, exp_avg_sq_stage = make_stage(new_exp_avg), make_stage(new_exp_avg_sq)
-    line = line_numel(acc, sums)
+    line = line_numel(acc)
     for first in range(start, stop, line):
         last = min(first + line, stop)
         numel = last - first
-        values = take_gradient(grad, acc, sums, first, last, gradient)
-        write_sums(gradient, sums, nonfinite, first)
+        values = take_gradient(grad, acc, first, last, gradient)
+        write_sums(values, sums, nonfinite, first, gradient)
         update_span(
             values, master[first:last], exp_avg[first:last], exp_avg_sq[first:last],
             part(master_stage, 0, numel), part(exp_avg_stage, 0, numel), part(exp_avg_sq_stage, 0, numel),

@@ -16,8 +16,7 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from offload.kernels.accumulate import load_gradient
-from offload.kernels.bits import bits_from_float
+from offload.kernels.accumulate import line_numel, load_gradient, take_gradient
 from offload.kernels.blocks import NORM_BLOCK
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
@@ -27,7 +26,8 @@ __all__ = ["add_blocks", "square_sums_of_rows", "square_sums_of_tile", "write_su
 
 #: Float64 partial sums per norm block; one warp on a device.
 LANES = 32
-EXPONENT = np.uint32(0x7F800000)
+LARGEST = np.finfo(np.float64).max
+HALF_WIDTH = np.uint32(16)
 
 
 def square_sums_of_rows(gradients: np.ndarray) -> np.ndarray:
@@ -44,22 +44,33 @@ def square_sums_of_rows(gradients: np.ndarray) -> np.ndarray:
 
 
 def square_sum(gradient: Any) -> Any:
-    """The squared sum (float64) of one norm block, float32[1024]."""
+    """The squared sum (float64) of one norm block, float32[1024] or uint16[1024] (BF16 bits)."""
+    if gradient.dtype == np.uint16:
+        gradient = (gradient.astype(np.uint32) << HALF_WIDTH).view(np.float32)
     return square_sums_of_rows(gradient[np.newaxis])[0]
 
 
 @intrinsic
 def _square_sum(typing_context, gradient):
     """`square_sum` with the lanes in vector registers. A loop over an array of lanes would keep them in memory."""
+    is_bf16 = gradient.dtype == types.uint16
 
     def codegen(context, builder, signature, arguments):
         floats, doubles = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.DoubleType(), LANES)
+        halves, words = (ir.VectorType(ir.IntType(width), LANES) for width in (16, 32))
         data = context.make_array(gradient)(context, builder, arguments[0]).data
-        rows = builder.bitcast(data, floats.as_pointer())
+        rows = builder.bitcast(data, (halves if is_bf16 else floats).as_pointer())
         lanes = cgutils.alloca_once_value(builder, doubles(None))
+        kind = ir.FunctionType(doubles, [doubles] * 3)
+        fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f64")
         with cgutils.for_range(builder, context.get_constant(types.intp, NORM_BLOCK // LANES)) as loop:
-            values = builder.fpext(builder.load(builder.gep(rows, [loop.index]), align=4), doubles)
-            builder.store(builder.fadd(builder.load(lanes), builder.fmul(values, values)), lanes)
+            row = builder.load(builder.gep(rows, [loop.index]), align=2 if is_bf16 else 4)
+            if is_bf16:
+                shift = words([ir.Constant(ir.IntType(32), 16)] * LANES)
+                row = builder.bitcast(builder.shl(builder.zext(row, words), shift), floats)
+            values = builder.fpext(row, doubles)
+            # A float32's square is exact in float64, so this rounds as a product and a sum do.
+            builder.store(builder.call(fma, [values, values, builder.load(lanes)]), lanes)
         return _add_lanes(builder, builder.load(lanes))
 
     return types.float64(gradient), codegen
@@ -87,32 +98,43 @@ def _square_sum_overload(gradient):
 
 
 @inner
-def has_nonfinite(gradient):
-    """1 (uint8) if any element of float32[n] is inf or NaN, by its exponent bits; else 0."""
-    top = np.uint32(0)
-    for i in range(gradient.size):
-        top = max(top, np.uint32(bits_from_float(gradient[i]) & EXPONENT))
-    return np.uint8(1) if top == EXPONENT else np.uint8(0)
+def has_nonfinite(total):
+    """1 (uint8) if any element of a norm block with this squared sum (float64) is inf or NaN, else 0.
+
+    Exact: 1024 squares of the largest float32 make 1e80, and float64 ends at 1e308.
+    """
+    return np.uint8(0) if total <= LARGEST else np.uint8(1)
 
 
-def write_sums(gradient: Any, sums: Any, nonfinite: Any, start: Any) -> None:
-    """Fill the entries of the norm block at element ``start`` of the tile, or do nothing where there are no sums.
+@inner
+def write_sums_of_line(gradient, sums, nonfinite, start, buffer):
+    """`write_sums` where there are sums. The norm block at a parameter's end is made whole in ``buffer``."""
+    for first in range(0, gradient.size, NORM_BLOCK):
+        block, entry = gradient[first : first + NORM_BLOCK], (start + first) // NORM_BLOCK
+        if block.size == NORM_BLOCK:
+            total = square_sum(block)
+        else:
+            load_gradient(block, None, 0, block.size, buffer)
+            total = square_sum(buffer)
+        sums[entry], nonfinite[entry] = total, has_nonfinite(total)
 
-    gradient: float32[1024], zero above the parameter's end.
+
+def write_sums(gradient: Any, sums: Any, nonfinite: Any, start: Any, buffer: Any) -> None:
+    """Fill the entries of the norm blocks from element ``start`` of the tile on, or do nothing where there are no sums.
+
+    gradient: float32[n] or uint16[n] (BF16 bits), at most a line; buffer: float32[1024], which may begin with `gradient`.
     """
     if sums is not None:
-        sums[start // NORM_BLOCK] = square_sum(gradient)
-        nonfinite[start // NORM_BLOCK] = has_nonfinite(gradient)
+        write_sums_of_line(gradient, sums, nonfinite, start, buffer)
 
 
 @overload(write_sums)
-def _write_sums_overload(gradient, sums, nonfinite, start):
+def _write_sums_overload(gradient, sums, nonfinite, start, buffer):
     if isinstance(sums, types.NoneType):
-        return lambda gradient, sums, nonfinite, start: None
+        return lambda gradient, sums, nonfinite, start, buffer: None
 
-    def write(gradient, sums, nonfinite, start):
-        sums[start // NORM_BLOCK] = square_sum(gradient)
-        nonfinite[start // NORM_BLOCK] = has_nonfinite(gradient)
+    def write(gradient, sums, nonfinite, start, buffer):
+        write_sums_of_line(gradient, sums, nonfinite, start, buffer)
 
     return write
 
@@ -125,9 +147,10 @@ def square_sums_of_block(block, grad, acc, sums, nonfinite, blocks, select, flus
         return
     mode = set_flush(flush)
     gradient = np.empty(NORM_BLOCK, np.float32)
-    for first in range(start, stop, NORM_BLOCK):
-        load_gradient(grad, acc, first, min(first + NORM_BLOCK, stop), gradient)
-        write_sums(gradient, sums, nonfinite, first)
+    line = line_numel(acc)
+    for first in range(start, stop, line):
+        values = take_gradient(grad, acc, first, min(first + line, stop), gradient)
+        write_sums(values, sums, nonfinite, first, gradient)
     restore_mode(mode)
 
 

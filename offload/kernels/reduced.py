@@ -162,8 +162,8 @@ def update_block(
     for first in range(start, stop, NORM_BLOCK):
         last = min(first + NORM_BLOCK, stop)
         numel, norm = last - first, first // NORM_BLOCK
-        values = take_gradient(grad, acc, sums, first, last, gradient)
-        write_sums(gradient, sums, nonfinite, first)
+        values = take_gradient(grad, acc, first, last, gradient)
+        write_sums(values, sums, nonfinite, first, gradient)
         load_moments(
             exp_avg[first:last], exp_avg_sq[first:last], part(scale, norm, norm + 1), part(scale_sq, norm, norm + 1),
             m[:numel], v[:numel],

@@ -71,12 +71,12 @@ def update_block(block, grad, acc, master, new_master, weight, sums, nonfinite, 
     mode = set_flush(flush)
     gradient = np.empty(NORM_BLOCK, np.float32)
     weight_stage, master_stage = make_stage(weight), make_stage(new_master)
-    line = line_numel(acc, sums)
+    line = line_numel(acc)
     for first in range(start, stop, line):
         last = min(first + line, stop)
         numel = last - first
-        values = take_gradient(grad, acc, sums, first, last, gradient)
-        write_sums(gradient, sums, nonfinite, first)
+        values = take_gradient(grad, acc, first, last, gradient)
+        write_sums(values, sums, nonfinite, first, gradient)
         update_span(
             values,
             master[first:last],

@@ -1,8 +1,12 @@
 """The queue between hooks and the worker: what waits in it keeps gradients alive on the device.
 
-Bounded, and slow to let producers in again: a producer that found it full sleeps until half of it is gone. With an
-ordinary bounded queue every job taken would wake backward for one more, just when the interpreter is needed to issue
-copies. Beside the jobs there is a lane for reports of work done, which is unbounded and goes first.
+Bounded, and slow to let producers in again: a producer that found it full sleeps until `REFILL` items (of a short one,
+half) are gone. With an ordinary bounded queue every job taken would wake backward for one more, just when the interpreter is
+needed to issue copies; and one that sleeps until half of a long queue is gone leaves the device without work. Beside the
+jobs there is a lane for reports of work done, which is unbounded and goes first.
+
+Nor may the program run far ahead of the device (`RUN_AHEAD`): memory of gradients that are still to be computed is taken
+all the same, and nobody is helped by it.
 
 Items can be put in groups. Among groups that wait, the one that came last goes first, if it is ready: where the next
 forward overlaps the update, the layer whose gradients came last is the one whose weights are needed first. Ready, because
@@ -14,12 +18,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Backlog"]
+__all__ = ["REFILL", "RUN_AHEAD", "Backlog"]
 
 T = TypeVar("T")
+
+REFILL = 16
+"""Items that must be gone from a full backlog before it takes more: some 40 ms of the host's work."""
+
+RUN_AHEAD = 32
+"""Items that may wait, or be under way, without being ready: enough for a device to find work while the program sleeps."""
 
 
 def _always() -> bool:
@@ -38,6 +48,11 @@ class _Waiting(Generic[T]):
 
     def __len__(self) -> int:
         return self._number
+
+    def __iter__(self) -> Iterator[T]:
+        for stretch in self._stretches:
+            for items in stretch.values():
+                yield from (item for item, _ in items)
 
     def append(self, item: T, group: int | None, ready: Callable[[], bool]) -> None:
         if not self._stretches or (group is None) is not (None in self._stretches[-1]):
@@ -58,10 +73,12 @@ class _Waiting(Generic[T]):
 
 
 class Backlog(Generic[T]):
-    """At most `depth` items that wait, and a FIFO without a bound that `take` prefers."""
+    """At most `depth` items that wait, and more while `allow` says so; and a FIFO without a bound that `take` prefers."""
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
+        self._depth, self._extra = depth, 0
+        self._early: deque[Callable[[], bool]] = deque()  # of the items put last, those not known to be ready
+        self._is_held_up = self._is_lifted = False
         self._items: _Waiting[T] = _Waiting()
         self._reports: deque[T] = deque()
         self._lock = threading.RLock()  # a finalizer, which may run while an item is taken, puts the last one
@@ -83,27 +100,48 @@ class Backlog(Generic[T]):
 
         Args:
             group: where it may be taken before items of other groups that came earlier.
-            ready: whether taking it now would hold up nothing; asked from the thread that takes.
+            ready: whether taking it now would hold up nothing; asked from the thread that takes, and from the one that
+                puts. Keeps nothing alive that is worth keeping, since it may be asked when the item is gone.
         """
         # Called on the user's thread, where Ctrl-C may strike anywhere: the lock itself, whose methods are C and cannot be
         # interrupted half-way, and not a condition's ``with``, which is Python and could leave the lock taken for ever.
         if not self._lock.acquire(timeout=timeout_s):
             return False
         try:
-            self._full |= len(self._items) >= self._depth
-            if self._full and not self._wait_for_room(timeout_s):
+            self._full |= len(self._items) >= self._limit
+            if self._must_wait() and not self._wait_for_room(timeout_s):
                 return False
             self._items.append(item, group, ready)
+            if ready is not _always:
+                self._early.append(ready)
             self._not_empty.notify()
             return True
         finally:
             self._lock.release()
+
+    def allow(self, extra: int) -> None:
+        """From now on let so many more items wait than the depth says."""
+        with self._lock:
+            self._extra = extra
+
+    def lift(self) -> None:
+        """From now on nobody waits for room: what is taken is only dropped."""
+        with self._lock:
+            self._is_lifted = True
+            self._room.notify_all()
+
+    def waiting(self) -> list[T]:
+        """The items, for whoever wants to know what they hold."""
+        with self._lock:
+            return list(self._items)
 
     def report(self, item: T) -> None:
         """Append to the lane that goes first; never blocks."""
         with self._not_empty:
             self._reports.append(item)
             self._not_empty.notify()
+            if self._is_held_up:  # what was done was ready
+                self._room.notify_all()
 
     def take(self, *, reports_only: bool = False) -> T:
         """The oldest report, else the next item; blocks while there is none of the kinds asked for."""
@@ -113,17 +151,32 @@ class Backlog(Generic[T]):
             if self._reports:
                 return self._reports.popleft()
             item = self._items.pop()
-            if self._full and len(self._items) <= self._depth // 2:
+            if self._full and len(self._items) <= max(self._limit - REFILL, self._limit // 2):
                 self._full = False
                 self._room.notify_all()
             return item
 
+    @property
+    def _limit(self) -> int:
+        return self._depth + self._extra
+
+    def _must_wait(self) -> bool:
+        return not self._is_lifted and (self._full or self._runs_ahead())
+
+    def _runs_ahead(self) -> bool:
+        """Whether as many of the last items as may be are still to become ready."""
+        while len(self._early) >= RUN_AHEAD and self._early[0]():
+            self._early.popleft()
+        return len(self._early) >= RUN_AHEAD
+
     def _wait_for_room(self, timeout_s: float) -> bool:
         start = time.monotonic()
         try:
-            while self._full:
+            self._is_held_up = True
+            while self._must_wait():
                 if not self._room.wait(start + timeout_s - time.monotonic()):
-                    return not self._full
+                    return not self._must_wait()
             return True
         finally:
+            self._is_held_up = False
             self.waited_s += time.monotonic() - start

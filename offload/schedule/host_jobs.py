@@ -83,7 +83,16 @@ class _SlotJob:
         return True
 
     def deliver(self) -> None:
-        """Nothing to send, unless a subclass says so."""
+        """Let go of the gradients: here, because on the worker that would keep the next kernel waiting."""
+        if self._transfer is not None:
+            self._transfer.finish()
+            self._transfer = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that the job keeps alive until it is issued."""
+        width = np.dtype(numpy_dtype(self._dtype)).itemsize
+        return width * sum(piece.numel for _, piece, _ in self._sources)
 
     def drop(self, error: BaseException) -> None:
         """Let go of all but what is crossing."""
@@ -122,8 +131,7 @@ class _SlotJob:
         assert self._into is not None
         assert self._transfer is not None
         with self._pipe.clock.stage("wait_gradient"):
-            self._pipe.transport.wait(self._transfer)
-        self._transfer = None
+            self._pipe.transport.wait(self._transfer, release=False)
         return self._into.array
 
     def _release(self) -> None:
@@ -200,10 +208,11 @@ class StepTile(_SlotJob):
         self._release()
 
     def deliver(self) -> None:
-        """Start the way back."""
+        """Start the way back, then let go of the gradients."""
         pieces = self._plan.pieces
         updated = [any(launch.select[piece.row] for launch in self._launches) for piece in pieces]
         self._send(self._plan, updated, self._after)
+        super().deliver()
 
 
 class MeasureTile:

@@ -459,7 +459,7 @@ class HostStepper:
                 speculative=from_device and self._speculative,
             ),
             group=group,
-            ready=partial(_have_come, arrivals or ()),
+            **({"ready": partial(_have_come, [each.ready for each in arrivals])} if arrivals else {}),
         )
 
     def _launches(self, plan: TilePlan, *, from_device: bool) -> list[Launch]:
@@ -569,9 +569,9 @@ class HostStepper:
             self._element_bytes = widest
 
 
-def _have_come(arrivals: Sequence[Arrival]) -> bool:
+def _have_come(arrivals: Sequence[Ready]) -> bool:
     """Whether the device has computed them; an error is one of the copy that follows, which is where it will be raised."""
     try:
-        return all(arrival.ready.query() for arrival in arrivals)
+        return all(ready.query() for ready in arrivals)
     except Exception:  # noqa: BLE001
         return True

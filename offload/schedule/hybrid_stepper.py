@@ -20,6 +20,7 @@ import torch
 from offload.kernels.rule import Rule
 from offload.layout import Chunk
 from offload.parameters import ParamRecord
+from offload.schedule.backward_room import BackwardRoom
 from offload.schedule.balancer import Balancer
 from offload.schedule.device_stepper import DeviceStepper
 from offload.schedule.flight import Mark
@@ -47,6 +48,7 @@ class HybridStepper:
         timeout_s: longest wait for a mark, in seconds.
         rebalances: whether chunks may change sides after the first steps.
         departs: whether steps end after ``step()``, see `flight`.
+        room: for gradients that wait; None: no more than their queues are deep.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class HybridStepper:
         rebalances: bool,
         num_streamed: int | None = None,
         departs: bool = False,
+        room: BackwardRoom | None = None,
     ) -> None:
         self._host, self._stream, self._worker = host, stream, worker
         self._rebalances = rebalances
@@ -78,7 +81,7 @@ class HybridStepper:
         if device is not None:
             self._parts[Placement.DEVICE] = device
         self._steppers: Mapping[Placement, Stepper] = self._parts
-        self._timeout_s, self._departs = timeout_s, departs
+        self._timeout_s, self._departs, self._room = timeout_s, departs, room
         self._marks: dict[int, Mark] = {}
         self._left: dict[int, int] = {}
         self._members: dict[int, int] = {}
@@ -173,6 +176,8 @@ class HybridStepper:
 
     def hold(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.hold`."""
+        if self._room is not None:
+            self._room.observe(record.index)
         self._note_fire(record)
         self._stepper(record).hold(record, gradient)
 
@@ -183,6 +188,8 @@ class HybridStepper:
             if self._stream is not None:
                 self._stream.expect({c for c, p in self._placement.items() if p is Placement.STREAM})
         self._note_fire(record)
+        if self._room is not None:
+            self._room.enter(record.index)
         self._stepper(record).step_early(record, gradient, rows)
         if self._departs:
             self._note_arrived(self._chunk_of[record.index])
@@ -283,6 +290,8 @@ class HybridStepper:
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
+        if self._room is not None:
+            self._room.end_step()
         for stepper in self._steppers.values():
             stepper.end_step(keep_held)
         if self._balancer is not None and self._ends is not None:

@@ -113,7 +113,7 @@ class Worker:
         self._inbox: Backlog[Any] = Backlog(depth)
         #: Deadline of every wait for the worker, in seconds.
         self.timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
-        self._outcome = _Outcome()
+        self._outcome = _Outcome(self._inbox.lift)
         self._closed = False
         self._pid = os.getpid()
         computing: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -139,6 +139,15 @@ class Worker:
     def waited_s(self) -> float:
         """Seconds that `submit` has waited for room in the queue since the beginning."""
         return self._inbox.waited_s
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of gradients that wait in the queue, of jobs that tell."""
+        return sum(getattr(job, "num_bytes", 0) for job in self._inbox.waiting())
+
+    def allow(self, extra: int) -> None:
+        """From now on let so many more jobs wait than `depth`."""
+        self._inbox.allow(extra)
 
     def raise_error(self) -> None:
         """Raise what the worker failed with, if it did.
@@ -231,17 +240,19 @@ class Worker:
 
 
 class _Outcome:
-    """Why the worker cannot go on; the first reason stays."""
+    """Why the worker cannot go on; the first reason stays. `lift`: lets go whoever waits for room in the queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, lift: Callable[[], None]) -> None:
         self.error: BaseException | None = None
         self._failed = threading.Event()
+        self._lift = lift
 
     def fail(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
             logger.error("offload worker: %s: %s", type(error).__name__, error)
         self._failed.set()
+        self._lift()
 
     def wait_failed(self, timeout_s: float) -> None:
         """Until the thread has stored the error that a caller has seen already."""

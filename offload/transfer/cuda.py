@@ -121,8 +121,9 @@ class CudaTransport:
         with torch.cuda.device(self.device):
             return signal is None or signal.query()
 
-    def wait(self, transfer: Transfer) -> None:
-        """Block the calling thread, without the GIL, until the copies have ended; then drop the tensors."""
+    def wait(self, transfer: Transfer, *, release: bool = True) -> None:
+        """Block the calling thread, without the GIL, until the copies have ended; then drop the tensors, or leave them
+        to ``finish``."""
         signal = transfer.signal
         if signal is None:
             return
@@ -132,7 +133,9 @@ class CudaTransport:
             # The guard, because a thread's first CUDA call would else open a context on GPU 0, 0.5 GB per rank.
             with torch.cuda.device(self.device):
                 _block_on(signal)
-        transfer.finish()
+        transfer.note_end()
+        if release:
+            transfer.finish()
 
     def wait_on_stream(self, transfer: Transfer) -> None:
         """Make the current stream wait. The tensors stay with ``transfer`` until ``wait``."""

@@ -77,16 +77,20 @@ class HostTransport:
         signal = transfer.signal
         return signal is None or signal.query()
 
-    def wait(self, transfer: Transfer) -> None:
-        """Block until the end, release the references. A failed copy raises here, once."""
+    def wait(self, transfer: Transfer, *, release: bool = True) -> None:
+        """Block until the end, release the references unless told not to. A failed copy raises here, once."""
         signal = transfer.signal
         if signal is None:
             return
         try:
             signal.synchronize()
-        finally:
+        except BaseException:
             if signal.query():  # not after a deadline: the copy may still run, so its tensors must live on
                 transfer.finish()
+            raise
+        transfer.note_end()
+        if release:
+            transfer.finish()
 
     def wait_on_stream(self, transfer: Transfer) -> None:
         """The calling thread is the only "stream" here, so it blocks; the references are kept."""

@@ -105,13 +105,17 @@ class Transfer:
         """What tells the end, for transports and for ``after`` of other issues; None once DONE."""
         return self._signal
 
-    def finish(self) -> None:
-        """ISSUED → DONE: let go of tensors and signal. For transports, in ``wait``. May be repeated."""
-        self._signal = None
-        self._copies = ()
+    def note_end(self) -> None:
+        """The host has seen the end. For transports, in ``wait``. May be repeated."""
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end(self)
+
+    def finish(self) -> None:
+        """ISSUED → DONE: let go of tensors and signal. After the end; may be repeated."""
+        self.note_end()
+        self._signal = None
+        self._copies = ()
 
     def __repr__(self) -> str:
         """State and size, for messages."""
@@ -146,8 +150,13 @@ class Transport(Protocol):
         """Whether ``wait`` would return (or raise) at once. Never blocks, releases nothing."""
         ...
 
-    def wait(self, transfer: Transfer) -> None:
-        """Block the calling thread until the end, then release the references. Waiting again does nothing."""
+    def wait(self, transfer: Transfer, *, release: bool = True) -> None:
+        """Block the calling thread until the end, then release the references. Waiting again does nothing.
+
+        Args:
+            release: False leaves that to `Transfer.finish`. Destroying a tensor gives the interpreter's lock away, and a
+                thread that has a kernel to start gets it back only when somebody else has had it.
+        """
         ...
 
     def wait_on_stream(self, transfer: Transfer) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.schedule.backlog import Backlog
+from offload.schedule.backlog import REFILL, RUN_AHEAD, Backlog
 
 DEADLINE_S = 20.0
 
@@ -101,3 +101,90 @@ def test_a_finalizer_may_put_while_an_item_is_taken() -> None:
     assert backlog.take() == "item"
     assert was_put == [True]
     assert backlog.take() == "end"
+
+
+def fill(backlog: Backlog[int], number: int) -> None:
+    for item in range(number):
+        assert backlog.put(item, DEADLINE_S)
+
+
+def test_a_deep_backlog_does_not_wait_until_half_of_it_is_gone() -> None:
+    """Else the device would run out of work while the program sleeps."""
+    depth = 4 * REFILL
+    backlog: Backlog[int] = Backlog(depth)
+    fill(backlog, depth)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(backlog.put, depth, DEADLINE_S)
+        for _ in range(REFILL - 1):
+            backlog.take()
+        with pytest.raises(TimeoutError):
+            late.result(0.05)
+        backlog.take()
+        assert late.result(DEADLINE_S)
+
+
+def test_more_may_wait_while_there_is_room_for_more() -> None:
+    backlog: Backlog[int] = Backlog(4)
+    backlog.allow(2)
+    fill(backlog, 6)
+    assert not backlog.put(6, 0.01)
+    take_all(backlog, 3)
+    backlog.allow(0)
+    fill(backlog, 1)
+    assert not backlog.put(7, 0.01)
+
+
+class Device:
+    """Items become ready in order, as far as it has come."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def put(self, backlog: Backlog[int], *items: int, timeout_s: float = DEADLINE_S) -> bool:
+        return all(backlog.put(i, timeout_s, group=0, ready=lambda i=i: i < self.done) for i in items)
+
+
+def test_the_program_does_not_run_far_ahead_of_the_device() -> None:
+    backlog: Backlog[int] = Backlog(8 * RUN_AHEAD)
+    device = Device()
+    assert device.put(backlog, *range(RUN_AHEAD))
+    assert not device.put(backlog, RUN_AHEAD, timeout_s=0.01)
+    device.done = 5
+    assert device.put(backlog, *range(RUN_AHEAD, RUN_AHEAD + 5))
+    assert not device.put(backlog, RUN_AHEAD + 5, timeout_s=0.01)
+    assert backlog.waited_s >= 0.02
+
+
+def test_who_runs_ahead_goes_on_when_what_was_awaited_is_done() -> None:
+    """Also where nothing is left to be taken, so that the report is all that can wake it."""
+    backlog: Backlog[int] = Backlog(8 * RUN_AHEAD)
+    device = Device()
+    assert device.put(backlog, *range(RUN_AHEAD))
+    in_flight = [backlog.take() for _ in range(RUN_AHEAD)]
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(device.put, backlog, RUN_AHEAD)
+        with pytest.raises(TimeoutError):
+            late.result(0.05)
+        device.done = 1
+        backlog.report(in_flight[0])
+        assert late.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_nobody_waits_in_a_backlog_whose_taker_has_failed(is_full: bool) -> None:
+    backlog: Backlog[int] = Backlog(RUN_AHEAD if is_full else 2 * RUN_AHEAD)
+    device = Device()
+    assert device.put(backlog, *range(RUN_AHEAD))
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(device.put, backlog, RUN_AHEAD)
+        with pytest.raises(TimeoutError):
+            late.result(0.05)
+        backlog.lift()
+        assert late.result(DEADLINE_S)
+    assert device.put(backlog, *range(3 * RUN_AHEAD))
+
+
+def test_what_waits_can_be_asked_for() -> None:
+    backlog: Backlog[str] = Backlog(8)
+    put(backlog, "a1", "b1", "-1", "a2")
+    assert sorted(backlog.waiting()) == ["-1", "a1", "a2", "b1"]
