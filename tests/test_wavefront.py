@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 import offload
+from offload.transfer.transport import Transfer, TransferState
 from tests.training import (
     Recorder,
     Reference,
@@ -67,6 +69,26 @@ def test_tiles_rings_threads_and_delays_change_no_bit(
 def test_fifty_steps_under_random_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     use_lanes(monkeypatch, delay=random_delays(5))
     run(50, config={"ring_slots": 2, "backlog_tiles": 1})
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_the_thread_that_runs_kernels_destroys_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, accumulation_steps: int
+) -> None:
+    """Destroying a tensor gives the interpreter's lock away, and the next kernel waits until it comes back."""
+    threads: list[str] = []
+    finish = Transfer.finish
+
+    def note(transfer: Transfer) -> None:
+        if transfer.num_bytes and transfer.state is TransferState.ISSUED:
+            threads.append(threading.current_thread().name)
+        finish(transfer)
+
+    use_lanes(monkeypatch)
+    monkeypatch.setattr(Transfer, "finish", note)
+    run(3, accumulation_steps=accumulation_steps)
+    assert any(name.endswith("copier") for name in threads)
+    assert not any(name.endswith("worker") for name in threads)
 
 
 @pytest.mark.parametrize("mode", ["wavefront", "resident"])

@@ -148,6 +148,23 @@ def test_tensors_live_until_wait_and_no_longer(lanes: LaneTransport) -> None:
     assert (dst == 3.0).all()
 
 
+def test_a_wait_may_leave_the_tensors_to_whoever_finishes(lanes: LaneTransport) -> None:
+    seen: list[Transfer] = []
+    dst, src = pair(3.0)
+    alive = weakref.ref(src)
+    transfer = to_host(lanes, [Copy(dst, src)])
+    transfer.on_end = seen.append
+    del src
+    lanes.wait(transfer, release=False)
+    assert seen == [transfer]
+    assert transfer.state is TransferState.ISSUED
+    assert alive() is not None
+    transfer.finish()
+    gc.collect()
+    assert alive() is None
+    assert seen == [transfer]
+
+
 def test_lanes_are_ordered_within_and_independent_between(lanes: LaneTransport) -> None:
     lanes.hold("to_host")
     first, second = to_host(lanes, [pair(1.0)]), to_host(lanes, [pair(2.0)])
