@@ -13,6 +13,7 @@ import offload
 from offload.kernels.backend import Variant
 from offload.kernels.device import DeviceBackend, TileTensors
 from offload.kernels.rule import AdamWRule
+from offload.schedule.backward_room import BackwardRoom
 from offload.schedule.conveyor import Conveyor
 from offload.schedule.flight import Mark
 from offload.schedule.mode_costs import Placement
@@ -285,6 +286,32 @@ def test_the_planned_peak_is_the_measured_one(share: float, accumulation_steps: 
         assert measured <= 1.1 * planned
         if share == 1.0:
             assert measured >= 0.9 * planned
+
+
+def test_gradients_wait_in_the_room_that_backward_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's backward frees 128 MiB that forward saved; its gradient has 32 MiB, and two of 1 MiB may wait anywhere."""
+    waiting: list[int] = []
+    enter = BackwardRoom.enter
+
+    def note(room: BackwardRoom, param: int) -> None:
+        enter(room, param)
+        waiting.append(sum(queue.worker.waiting_bytes for queue in room._queues))
+
+    monkeypatch.setattr(BackwardRoom, "enter", note)
+    layers = torch.nn.ModuleList(torch.nn.Linear(4096, 4096, bias=False) for _ in range(12))
+    model = torch.nn.Sequential(*layers).to("cuda", torch.bfloat16)
+    config = {"tile_numel": MIB // 2, "backlog_tiles": 2, "ring_slots": 2}
+    with adamw(model, mode="wavefront", overlap_forward=True, model=model, config=config) as optimizer:
+        peaks = []
+        for _ in range(4):
+            torch.cuda.reset_peak_memory_stats()
+            x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16)
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(torch.cuda.max_memory_allocated())
+    assert max(waiting) > 32 * MIB
+    assert max(peaks[1:]) <= peaks[0] + 40 * MIB  # the largest gradient, what waits and what is under way
 
 
 # Speed
