@@ -289,7 +289,7 @@ def test_the_planned_peak_is_the_measured_one(share: float, accumulation_steps: 
 
 
 def test_gradients_wait_in_the_room_that_backward_frees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer's backward frees 128 MiB that forward saved; its gradient has 32 MiB, and two of 1 MiB may wait anywhere."""
+    """A layer frees 128 MiB that forward saved; its gradient has 32 MiB, of which 2 MiB may wait in any case."""
     waiting: list[int] = []
     enter = BackwardRoom.enter
 
