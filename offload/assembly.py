@@ -22,6 +22,7 @@ from offload.parameters import ParamRecord
 from offload.parts import Parts, make_backend, make_hybrid_updater, make_updater
 from offload.planning import element_bytes, make_plan
 from offload.report import StageClock
+from offload.schedule.backlog import RUN_AHEAD
 from offload.schedule.backward_room import BackwardRoom, Queue
 from offload.schedule.conveyor import FixedSlots, FreshSlots
 from offload.schedule.device_stepper import DeviceStepper
@@ -72,7 +73,12 @@ def assemble(
     made = make_plan(rule, records, options, device, part_numel=HYBRID_CHUNK_NUMEL)
     logger.info("%s", made)
     policy, clock = _make_policy(made, options), StageClock()
-    worker = Worker("offload-worker", depth=options.backlog_tiles, timeout_s=options.config.timeout_s)
+    worker = Worker(
+        "offload-worker",
+        depth=options.backlog_tiles,
+        timeout_s=options.config.timeout_s,
+        run_ahead=RUN_AHEAD,
+    )
     engine: Engine | None = None
     try:
         engine = _make_engine(Parts(made, device, rule, records, options, worker, clock), policy)

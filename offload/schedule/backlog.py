@@ -5,8 +5,8 @@ half) are gone. With an ordinary bounded queue every job taken would wake backwa
 needed to issue copies; and one that sleeps until half of a long queue is gone leaves the device without work. Beside the
 jobs there is a lane for reports of work done, which is unbounded and goes first.
 
-Nor may the program run far ahead of the device (`RUN_AHEAD`): memory of gradients that are still to be computed is taken
-all the same, and nobody is helped by it.
+Nor may the program run far ahead of the device, if told so (`RUN_AHEAD`): memory of gradients that are still to be computed
+is taken all the same, and nobody is helped by it.
 
 Items can be put in groups. Among groups that wait, the one that came last goes first, if it is ready: where the next
 forward overlaps the update, the layer whose gradients came last is the one whose weights are needed first. Ready, because
@@ -73,10 +73,15 @@ class _Waiting(Generic[T]):
 
 
 class Backlog(Generic[T]):
-    """At most `depth` items that wait, and more while `allow` says so; and a FIFO without a bound that `take` prefers."""
+    """At most `depth` items that wait, and more while `allow` says so; and a FIFO without a bound that `take` prefers.
 
-    def __init__(self, depth: int) -> None:
-        self._depth, self._extra = depth, 0
+    Args:
+        run_ahead: items put last that may all be still to become ready; None: any number. For takers that report an item when
+            it has become ready: such a report is what a producer waits for that has run ahead.
+    """
+
+    def __init__(self, depth: int, *, run_ahead: int | None = None) -> None:
+        self._depth, self._extra, self._run_ahead = depth, 0, run_ahead
         self._early: deque[Callable[[], bool]] = deque()  # of the items put last, those not known to be ready
         self._is_held_up = self._is_lifted = False
         self._items: _Waiting[T] = _Waiting()
@@ -112,7 +117,7 @@ class Backlog(Generic[T]):
             if self._must_wait() and not self._wait_for_room(timeout_s):
                 return False
             self._items.append(item, group, ready)
-            if ready is not _always:
+            if self._run_ahead is not None and ready is not _always:
                 self._early.append(ready)
             self._not_empty.notify()
             return True
@@ -165,9 +170,12 @@ class Backlog(Generic[T]):
 
     def _runs_ahead(self) -> bool:
         """Whether as many of the last items as may be are still to become ready."""
-        while len(self._early) >= RUN_AHEAD and self._early[0]():
+        most = self._run_ahead
+        if most is None:
+            return False
+        while len(self._early) >= most and self._early[0]():
             self._early.popleft()
-        return len(self._early) >= RUN_AHEAD
+        return len(self._early) >= most
 
     def _wait_for_room(self, timeout_s: float) -> bool:
         start = time.monotonic()

@@ -106,11 +106,12 @@ class Worker:
     Args:
         name: prefix of the threads' names.
         depth: jobs that may wait; `submit` blocks beyond it.
+        run_ahead: see `Backlog`; for workers whose jobs wait for what they need, and so are done when it has come.
         timeout_s: deadline of every wait of other threads for these, in seconds.
     """
 
-    def __init__(self, name: str, *, depth: int, timeout_s: float) -> None:
-        self._inbox: Backlog[Any] = Backlog(depth)
+    def __init__(self, name: str, *, depth: int, timeout_s: float, run_ahead: int | None = None) -> None:
+        self._inbox: Backlog[Any] = Backlog(depth, run_ahead=run_ahead)
         #: Deadline of every wait for the worker, in seconds.
         self.timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._outcome = _Outcome(self._inbox.lift)

@@ -145,7 +145,7 @@ class Device:
 
 
 def test_the_program_does_not_run_far_ahead_of_the_device() -> None:
-    backlog: Backlog[int] = Backlog(8 * RUN_AHEAD)
+    backlog: Backlog[int] = Backlog(8 * RUN_AHEAD, run_ahead=RUN_AHEAD)
     device = Device()
     assert device.put(backlog, *range(RUN_AHEAD))
     assert not device.put(backlog, RUN_AHEAD, timeout_s=0.01)
@@ -155,9 +155,14 @@ def test_the_program_does_not_run_far_ahead_of_the_device() -> None:
     assert backlog.waited_s >= 0.02
 
 
+def test_without_a_bound_it_runs_as_far_as_there_is_room() -> None:
+    backlog: Backlog[int] = Backlog(8 * RUN_AHEAD)
+    assert Device().put(backlog, *range(8 * RUN_AHEAD))
+
+
 def test_who_runs_ahead_goes_on_when_what_was_awaited_is_done() -> None:
     """Also where nothing is left to be taken, so that the report is all that can wake it."""
-    backlog: Backlog[int] = Backlog(8 * RUN_AHEAD)
+    backlog: Backlog[int] = Backlog(8 * RUN_AHEAD, run_ahead=RUN_AHEAD)
     device = Device()
     assert device.put(backlog, *range(RUN_AHEAD))
     in_flight = [backlog.take() for _ in range(RUN_AHEAD)]
@@ -172,7 +177,7 @@ def test_who_runs_ahead_goes_on_when_what_was_awaited_is_done() -> None:
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_nobody_waits_in_a_backlog_whose_taker_has_failed(is_full: bool) -> None:
-    backlog: Backlog[int] = Backlog(RUN_AHEAD if is_full else 2 * RUN_AHEAD)
+    backlog: Backlog[int] = Backlog(RUN_AHEAD if is_full else 2 * RUN_AHEAD, run_ahead=RUN_AHEAD)
     device = Device()
     assert device.put(backlog, *range(RUN_AHEAD))
     with ThreadPoolExecutor(1) as pool:
