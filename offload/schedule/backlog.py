@@ -76,8 +76,8 @@ class Backlog(Generic[T]):
     """At most `depth` items that wait, and more while `allow` says so; and a FIFO without a bound that `take` prefers.
 
     Args:
-        run_ahead: items put last that may all be still to become ready; None: any number. For takers that report an item when
-            it has become ready: such a report is what a producer waits for that has run ahead.
+        run_ahead: items put last that may all be still to become ready; None: any number. For takers that report an item
+            when it has become ready: such a report is what a producer waits for that has run ahead.
     """
 
     def __init__(self, depth: int, *, run_ahead: int | None = None) -> None:
