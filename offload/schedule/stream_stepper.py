@@ -210,8 +210,14 @@ class StreamStepper:
         self._gradients.hold(record.index, gradient)
         self.note_fire(record.index)
 
-    def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
-        """See `Stepper.step_early`."""
+    def step_early(
+        self, record: ParamRecord, gradient: torch.Tensor, rows: Rows, elements: range | None = None
+    ) -> None:
+        """See `Stepper.step_early`.
+
+        Args:
+            elements: of the chunk, which then has this one parameter: tiles that begin elsewhere are another stepper's.
+        """
         self.hold(record, gradient)
         if self._holds:
             return
@@ -219,18 +225,28 @@ class StreamStepper:
         complete = [
             tile
             for tile, _ in self._state.places[record.index].parts
-            if self._is_complete_with_one_more(tile)
+            if (elements is None or tile.tile.start in elements) and self._is_complete_with_one_more(tile)
         ]
         if not complete:
             return
         self._early |= {tile.key: tile for tile in complete}
         trips = self._step_trips(complete, rows, now)
         self._let_go(complete)
+        if elements is not None:
+            self._forget(record.index)
         self._do_later(partial(self._run_early, trips))
 
-    def expect(self, chunks: Collection[int]) -> None:
-        """At a backward's first update: let state of `chunks` come in, in the order of the last backward."""
-        tiles = [tile for tile in self._expected if tile.key[0] in chunks]
+    def expect(self, chunks: Collection[int], parts: Mapping[int, range]) -> None:
+        """At a backward's first update: let state of `chunks` come in, in the order of the last backward.
+
+        Args:
+            parts: elements of further chunks, of which only the tiles that begin there will be worked on.
+        """
+        tiles = [
+            tile
+            for tile in self._expected
+            if tile.key[0] in chunks or tile.tile.start in parts.get(tile.key[0], ())
+        ]
         if tiles and not self._holds:
             self._do_later(lambda: self._conveyor.expect(tiles), changes=False)
 
@@ -380,8 +396,11 @@ class StreamStepper:
         """Drop our references to gradients all of whose tiles are on their way now; their trips have their own."""
         for param in {piece.param for tile in tiles for piece in tile.tile.pieces}:
             if all(tile.key in self._early for tile, _ in self._state.places[param].parts):
-                self._gradients.forget(param)
-                self._arrived.pop(param, None)
+                self._forget(param)
+
+    def _forget(self, param: int) -> None:
+        self._gradients.forget(param)
+        self._arrived.pop(param, None)
 
     def _waiting_tiles(self) -> list[StreamTile]:
         """Tiles with a gradient to be applied that were not updated early."""
