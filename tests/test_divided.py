@@ -553,36 +553,34 @@ def test_its_mark_comes_when_both_sides_have_written(
     monkeypatch: pytest.MonkeyPatch, held: str, whole: bool
 ) -> None:
     """One side's weights cannot arrive. A mark of the other side alone comes all the same, and the forward sees old ones."""
-    sides = {"host": Placement.HOST, "stream": Placement.STREAM}
     monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)
-    ends = []
-    for overlap in (False, True):
+
+    def weight_after(*, overlap: bool) -> torch.Tensor:
         made = lanes_of_sides(monkeypatch, held)
         model = make_model()
         offload.cast_compute_weights(model)
         options: dict[str, Any] = {"overlap_forward": True, "model": model} if overlap else {}
         with divided(model, config={"ring_slots": 64}, **options) as optimizer:
-            index = chunk_of(optimizer)
             train(model, optimizer, batches(3))
             optimizer.synchronize()
-            model.embedding.weight.sum().backward() if not overlap else None
             if overlap:
-                if not whole:
-                    others = tuple(place for name, place in sides.items() if name != held)
-                    monkeypatch.setattr(HybridStepper, "_sides", lambda self, chunk: others)
                 made[held].hold("to_device")
-                model.embedding.weight.sum().backward()
-                optimizer.step()
+            model.embedding.weight.sum().backward()
+            optimizer.step()
+            if overlap:
                 flight: Flight = optimizer._engine.flight
                 if whole:
                     made[held].release("to_device")
-                flight.wait([index], on_host=True)
-                ends.append(model.embedding.weight.detach().clone())
-                made[held].release("to_device")
-            else:
-                optimizer.step()
-                ends.append(model.embedding.weight.detach().clone())
-    assert torch.equal(*ends) is whole
+                flight.wait([chunk_of(optimizer)], on_host=True)
+            weight = model.embedding.weight.detach().clone()
+            made[held].release("to_device")
+            return weight
+
+    expected = weight_after(overlap=False)
+    if not whole:
+        left = Placement.STREAM if held == "host" else Placement.HOST
+        monkeypatch.setattr(HybridStepper, "_sides", lambda self, chunk: (left,))
+    assert torch.equal(weight_after(overlap=True), expected) is whole
 
 
 @pytest.mark.parametrize("side", SIDES)
