@@ -193,6 +193,23 @@ def test_a_side_that_is_late_changes_no_bit(monkeypatch: pytest.MonkeyPatch, sid
     assert len(made) == 2
 
 
+def test_its_tiles_come_in_ahead_and_only_those_that_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead: list[int] = []
+    evicted: list[bool] = []
+    bring, evict = Conveyor._bring, Conveyor._evict
+
+    def noted(self: Conveyor, trip: Any) -> Any:
+        if trip.tile.key in self._early and trip.tile.tile.pieces[0].param == 0:
+            ahead.append(trip.tile.tile.index)
+        return bring(self, trip)
+
+    monkeypatch.setattr(Conveyor, "_bring", noted)
+    monkeypatch.setattr(Conveyor, "_evict", lambda self: evicted.append(True) or evict(self))
+    run(5)
+    assert sorted(ahead) == sorted(4 * HALVES[1])
+    assert not evicted
+
+
 def test_norms_are_those_of_a_wavefront() -> None:
     """Each side takes the squared sums of its own tiles."""
     norms: dict[str, list[float]] = {}
@@ -278,6 +295,9 @@ def test_clipping_gives_the_bits_of_a_wavefront(
         }
         with divided(model, mode=mode, masters=masters, **options) as optimizer:
             assert bool(optimizer.plan.divisions) is (mode == "hybrid")
+            optimizer._engine.policy._clip = (
+                clip  # a hybrid has no second set of state, and would always defer
+            )
             for ids in batches(5):
                 train(model, optimizer, [ids], micro_batches=accumulation_steps)
                 norms.append(optimizer.last_step.grad_norm)
@@ -423,7 +443,10 @@ def test_a_weight_that_moves_is_found_by_both_sides() -> None:
         assert_weight_is_rounded_master(optimizer, weight, "embedding.weight")
 
 
-def test_other_chunks_change_sides_and_this_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_chunks_change_sides_and_this_one_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "offload.schedule")
     late: list[str] = ["stream"]
     seen = Watched(monkeypatch)
     use_lanes(monkeypatch, delay=random_delays(5))
@@ -453,6 +476,8 @@ def test_other_chunks_change_sides_and_this_one_does_not(monkeypatch: pytest.Mon
         assert counts[1] > 1
         assert_matches_reference(model, optimizer, reference)
     assert len(seen.stream) == 9 * 8
+    assert "layers.0/1: from now on" in caplog.text
+    assert "misc.0: from now on" not in caplog.text
 
 
 def test_parameters_that_come_later() -> None:
@@ -556,7 +581,7 @@ def test_its_mark_comes_when_both_sides_have_written(
     monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)
 
     def weight_after(*, overlap: bool) -> torch.Tensor:
-        made = lanes_of_sides(monkeypatch, held)
+        made = lanes_of_sides(monkeypatch, held, delay=lambda name, index: 3e-3 * (name == "to_device"))
         model = make_model()
         offload.cast_compute_weights(model)
         options: dict[str, Any] = {"overlap_forward": True, "model": model} if overlap else {}
