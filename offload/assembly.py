@@ -308,4 +308,5 @@ def _make_hybrid_stream(parts: Parts, updater: Updater, issuer: Worker | None) -
         clock=parts.clock,
         issuer=issuer,
         alone=False,
+        newest_first=parts.options.overlap_forward,
     )

@@ -608,6 +608,45 @@ def test_its_mark_comes_when_both_sides_have_written(
     assert torch.equal(weight_after(overlap=True), expected) is whole
 
 
+def test_its_streamed_tiles_go_before_those_of_chunks_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward needs it first; on the link nothing else changes its place."""
+    monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)
+    made = lanes_of_sides(monkeypatch, "stream")
+    order: list[int] = []
+    work = Conveyor._work
+
+    def noted(self: Conveyor, trip: Any, inside: Any) -> None:
+        order.append(trip.tile.tile.pieces[0].param)
+        work(self, trip, inside)
+
+    def run(mode: str) -> tuple[Snapshot, list[int]]:
+        model, fired = make_model(), []
+        offload.cast_compute_weights(model)
+        options: dict[str, Any] = {"overlap_forward": True, "model": model, "config": {"ring_slots": 64}}
+        with divided(model, mode=mode, share=0.7, **options) as optimizer:
+            train(model, optimizer, batches(3))
+            optimizer.synchronize()
+            loss = loss_of(model, batches(1)[0])
+            if mode == "hybrid":
+                fired = optimizer._engine._stepper._stream._order
+                monkeypatch.setattr(Conveyor, "_work", noted)
+                made["stream"].hold("to_device")  # the first jobs are at work, all others wait
+            loss.backward()
+            made["stream"].release("to_device")
+            optimizer.step()
+            optimizer.synchronize()
+            return snapshot(model, optimizer), fired
+
+    end, fired = run("hybrid")
+    params = list(dict.fromkeys(order))
+    assert fired[-1] == 0  # complete last
+    assert params.index(0) <= 3
+    assert len(params) > 6
+    others = [param for param in params if param != 0]
+    assert others == [param for param in fired if param in others]
+    assert_same_snapshot(end, run("wavefront")[0])
+
+
 @pytest.mark.parametrize("side", SIDES)
 def test_an_overlapped_step_has_the_losses_of_a_plain_one(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)

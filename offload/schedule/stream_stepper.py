@@ -78,6 +78,7 @@ class StreamStepper:
         fused_sums: see `Stepper`.
         issuer: a worker of this stepper alone, closed with it, whose thread enqueues on a GPU; None: the caller does.
         alone: False where other steppers update other chunks in the same step, so that no failure leaves all as it was.
+        newest_first: with an `issuer`, a chunk that is stepped in part goes before those that still wait for it.
     """
 
     def __init__(
@@ -95,9 +96,11 @@ class StreamStepper:
         clock: StageClock,
         issuer: Worker | None = None,
         alone: bool = True,
+        newest_first: bool = False,
     ) -> None:
         self._transport, self._updater, self._worker, self._clock = transport, updater, worker, clock
         self._fused_sums, self._trips_ahead, self._alone = fused_sums, trips_ahead, alone
+        self._newest_first = newest_first
         self._on_gpu = transport.device.type == "cuda"
         self._issuer = issuer if self._on_gpu else None
         self._runner = self._issuer if self._on_gpu else worker
@@ -232,9 +235,19 @@ class StreamStepper:
         self._early |= {tile.key: tile for tile in complete}
         trips = self._step_trips(complete, rows, now)
         self._let_go(complete)
+        chunk = _index(self._state.places[record.index])
         if elements is not None:
             self._forget(record.index)
-        self._do_later(partial(self._run_early, trips))
+            self._urgent.add(chunk)
+        self._do_later(
+            partial(self._run_early, trips), group=self._group(chunk), ready=partial(_has_come, now)
+        )
+
+    def _group(self, chunk: int | None) -> int | None:
+        """Of the issuing thread's jobs: two, of which the second goes first. It has what the next forward needs at once."""
+        if chunk is None or self._issuer is None or not self._newest_first:
+            return None
+        return int(chunk in self._urgent)
 
     def expect(self, chunks: Collection[int], parts: Mapping[int, range]) -> None:
         """At a backward's first update: let state of `chunks` come in, in the order of the last backward.
@@ -313,10 +326,13 @@ class StreamStepper:
                 raise
 
     def mark(self, chunk: int | None = None) -> Future[Signal]:
-        """When the weights of all updates submitted so far are written. For steppers with a thread that computes."""
+        """When the weights of all updates of a chunk (None: of all chunks) submitted so far are written.
+
+        For steppers with a thread that computes.
+        """
         assert self._runner is not None
         call: Call[Signal] = Call(self._conveyor.mark)
-        self._runner.submit(call)
+        self._runner.submit(call, group=self._group(chunk))
         return call.future
 
     def settle_later(self) -> Future[float]:
@@ -370,6 +386,7 @@ class StreamStepper:
         self._arrived: dict[int, Ready] = {}
         self._missing: dict[tuple[int, int], int] = {}
         self._early: dict[tuple[int, int], StreamTile] = {}
+        self._urgent: set[int] = set()
         self._late = 0
         self._changed = False
         self._uploaded = None
@@ -496,11 +513,23 @@ class StreamStepper:
             self._worker.raise_error()
             raise
 
-    def _do_later(self, function: Callable[[], None], *, changes: bool = True) -> None:
-        """The same from a gradient hook, in which nothing may be raised: the next public call does."""
+    def _do_later(
+        self,
+        function: Callable[[], None],
+        *,
+        changes: bool = True,
+        group: int | None = None,
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """The same from a gradient hook, in which nothing may be raised: the next public call does.
+
+        Args:
+            group, ready: as `Worker.submit` takes them.
+        """
         self._changed |= changes
         if self._runner is not None:
-            self._runner.submit(TileJob(lambda: self._guard(function), self._gate, self._give_up))
+            job = TileJob(lambda: self._guard(function), self._gate, self._give_up)
+            self._runner.submit(job, group=group, ready=ready)
             return
         try:
             self._guard(function)
@@ -541,6 +570,14 @@ class StreamStepper:
         else:
             record.local(self._master(record)).copy_(given)
             check_given_master(record, self._master(record))
+
+
+def _has_come(ready: Ready) -> bool:
+    """Whether the device has come so far; an error is one of the work that follows, which is where it will be raised."""
+    try:
+        return ready.query()
+    except Exception:  # noqa: BLE001
+        return True
 
 
 def _index(place: Place) -> int:
