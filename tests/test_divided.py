@@ -17,8 +17,6 @@ from torch import nn
 import offload
 from offload import assembly
 from offload.errors import MidStepError, NonFiniteGradientError, WorkerError
-from offload.kernels.numba_backend import NumbaBackend
-from offload.kernels.rule import AdamWRule
 from offload.schedule import plan as planner
 from offload.schedule.balancer import WORTH_S
 from offload.schedule.conveyor import Conveyor
@@ -27,11 +25,9 @@ from offload.schedule.flight import Flight
 from offload.schedule.host_jobs import StepTile
 from offload.schedule.hybrid_stepper import HybridStepper
 from offload.schedule.mode_costs import Placement
-from offload.schedule.stream_stepper import StreamStepper
-from offload.schedule.updater import HostUpdater
-from offload.schedule.worker import Worker
 from offload.transfer.host import LaneTransport
 from offload.transfer.pinned import pinned_bytes
+from tests import test_hybrid
 from tests.training import (
     Recorder,
     Reference,
@@ -554,15 +550,10 @@ def test_a_failure_of_either_side_ends_the_optimizer(
 # Overlapped with the next forward
 
 
-class OnItsOwnThread(StreamStepper):
-    """Enqueues and computes on a worker of its own, as on a GPU."""
+class OnItsOwnThread(test_hybrid.OnItsOwnThread):
+    """As on a GPU; all jobs of a backward find room, so that a test may hold them up."""
 
-    def __init__(self, *, worker: Worker, **options: Any) -> None:
-        backend = NumbaBackend(AdamWRule, num_threads=1, flush_denormals=True, cache_dir=None)
-        options |= {"updater": HostUpdater(backend), "trips_ahead": 64}
-        super().__init__(worker=worker, **options)
-        self._issuer = self._runner = Worker("offload-stream", depth=64, timeout_s=60.0)
-        self._issuer.call(self._updater.start)
+    depth = 64
 
 
 def test_a_thread_of_its_own_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
