@@ -51,7 +51,7 @@ def make_model() -> Any:
     return make_decoder(device="cuda", width=WIDTH, layers=3, vocabulary=VOCABULARY, tied=True)
 
 
-def divided(model: Any, *, share: float = 0.5, **options: Any) -> offload.AdamW:
+def divided(model: Any, /, *, share: float = 0.5, **options: Any) -> offload.AdamW:
     config = {"stream_share": share, "device_budget": BUFFERS, "tile_numel": TILE, "backlog_tiles": 4}
     config |= options.pop("config", {})
     return adamw(model, **{"mode": "hybrid", **options}, config=config)
