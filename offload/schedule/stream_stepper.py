@@ -124,6 +124,9 @@ class StreamStepper:
             updater.start() if self._on_gpu else worker.call(updater.start)
             if self._issuer is not None:
                 self._issuer.call(partial(self._attach, stream))
+                self._issuer.call(
+                    transport.attach_thread, on_copier=True
+                )  # it asks whether gradients are there
         except BaseException:
             transport.close()
             raise
