@@ -96,7 +96,7 @@ class ChunkState:
     """A chunk's arrays: `master` FP32 ``[chunk.numel]``, `moments` as the rule stores them, sums per block of `ALIGN`.
 
     With a shadow there are two sets, of which one is current; sums belong to both. `counters`: where moments are rounded
-    by chance.
+    by chance. `sums`: float64 sums and uint8 flags that are somebody else's too; else they are made here.
     """
 
     def __init__(
@@ -105,10 +105,11 @@ class ChunkState:
         master: torch.Tensor,
         moments: tuple[torch.Tensor, ...],
         counters: Counters | None = None,
+        sums: tuple[Array, Array] | None = None,
     ) -> None:
         self.chunk = chunk
-        self.sums: Array = np.zeros(chunk.numel // ALIGN, np.float64)
-        self.nonfinite: Array = np.zeros(chunk.numel // ALIGN, np.uint8)
+        blocks = chunk.numel // ALIGN
+        self.sums, self.nonfinite = sums or (np.zeros(blocks, np.float64), np.zeros(blocks, np.uint8))
         self._blocks = [
             make_blocks([(p.tile_start, p.tile_start + p.numel, p.row) for p in tile.pieces])
             for tile in chunk.tiles
@@ -213,9 +214,15 @@ class HostState:
     def _arrays(self) -> tuple[StoredArray, ...]:
         return (StoredArray("master", np.float32), *self.rule.stored)
 
-    def adopt(self, chunk: Chunk, master: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> None:
-        """Take in a chunk whose state, FP32 ``[chunk.numel]`` each, somebody else owns and releases."""
-        self.chunks[chunk.index] = ChunkState(chunk, master, moments)
+    def adopt(
+        self,
+        chunk: Chunk,
+        master: torch.Tensor,
+        moments: tuple[torch.Tensor, ...],
+        sums: tuple[Array, Array],
+    ) -> None:
+        """Take in a chunk whose state, FP32 ``[chunk.numel]`` each, and sums somebody else owns and releases."""
+        self.chunks[chunk.index] = ChunkState(chunk, master, moments, sums=sums)
 
     def close(self) -> None:
         """Unmap everything; views that are still out keep their memory."""

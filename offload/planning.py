@@ -33,16 +33,19 @@ def make_plan(
     device: torch.device,
     *,
     part_numel: int,
+    divide_numel: int,
 ) -> Plan:
     """The plan for `records`. Rates are measured only where the choice depends on them.
 
     Args:
         part_numel: elements of a hybrid's chunks, at most.
+        divide_numel: elements beyond which one of them may be divided between host and link.
 
     Raises:
         MemoryBudgetError: no mode that was asked for fits.
     """
-    workload, machine = _workload(rule, records, options, part_numel), _machine(device, options.config)
+    workload = _workload(rule, records, options, part_numel, divide_numel)
+    machine = _machine(device, options.config)
     if needs_rates(options.mode, workload, machine):
         threads = configure_cpu_optimizer_threads(
             num_threads=options.config.threads, numa_bind=options.config.numa_bind, device=device
@@ -57,7 +60,7 @@ def element_bytes(kinds: Collection[Kind]) -> int:
 
 
 def _workload(
-    rule: KernelRule, records: Sequence[ParamRecord], options: Options, part_numel: int
+    rule: KernelRule, records: Sequence[ParamRecord], options: Options, part_numel: int, divide_numel: int
 ) -> Workload:
     config, kinds = options.config, {record.kind for record in records}
     arrays, widest = 1 + len(rule.state_names), element_bytes(kinds)
@@ -79,6 +82,7 @@ def _workload(
         chunks=_chunk_sizes(records, config),
         parts=_chunk_sizes(records, config, part_numel),
         part_numel=part_numel,
+        divide_numel=divide_numel,
         speculates=options.speculates,
         stream_tile_numel=stream_tile,
         tile_numel=config.tile_numel,
@@ -102,7 +106,9 @@ def _chunk_sizes(
 
 def _chunk_size(chunk: Chunk) -> ChunkSize:
     first = min((span.param for span in chunk.spans), default=0)
-    return ChunkSize(chunk.name, chunk.numel, first, chunk.kind.grad_bytes, chunk.kind.weight_bytes)
+    return ChunkSize(
+        chunk.name, chunk.numel, first, chunk.kind.grad_bytes, chunk.kind.weight_bytes, len(chunk.spans)
+    )
 
 
 def _machine(device: torch.device, config: OffloadConfig) -> Machine:

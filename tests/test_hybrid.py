@@ -436,13 +436,15 @@ def test_the_torch_backend_is_refused() -> None:
 
 
 class OnItsOwnThread(StreamStepper):
-    """Enqueues and computes on a worker of its own, with a backlog of two tiles."""
+    """Enqueues and computes on a worker of its own, with a backlog of `depth` tiles."""
+
+    depth = 2
 
     def __init__(self, *, worker: Worker, **options: Any) -> None:
         backend = NumbaBackend(AdamWRule, num_threads=1, flush_denormals=True, cache_dir=None)
-        options |= {"updater": HostUpdater(backend), "trips_ahead": 2}
+        options |= {"updater": HostUpdater(backend), "trips_ahead": self.depth}
         super().__init__(worker=worker, **options)
-        self._issuer = self._runner = Worker("offload-stream", depth=2, timeout_s=60.0)
+        self._issuer = self._runner = Worker("offload-stream", depth=self.depth, timeout_s=60.0)
         self._issuer.call(self._updater.start)
 
 

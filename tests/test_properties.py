@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
+from offload import assembly
 from offload.config import CLIP_POLICIES, MODES
 from tests.training import KERNEL_CACHE, Reference, assert_matches_reference, random_delays, use_lanes
 
@@ -72,6 +73,7 @@ configs = st.builds(
     ring_slots=st.sampled_from([2, 3, 8]),
     backlog_tiles=st.sampled_from([1, 2, 32]),
     threads=st.sampled_from([1, 2]),
+    device_budget=st.sampled_from([None, 0]),
     timeout_s=st.just(240.0),
     kernel_cache_dir=st.just(KERNEL_CACHE),
 )
@@ -88,6 +90,7 @@ configs = st.builds(
     options=options,
     config=configs,
     late=st.booleans(),
+    cut=st.booleans(),
     data=st.data(),
 )
 def test_f18_any_run_has_the_bits_of_fused_torch(
@@ -97,8 +100,10 @@ def test_f18_any_run_has_the_bits_of_fused_torch(
     options: dict[str, Any],
     config: offload.OffloadConfig,
     late: bool,
+    cut: bool,
     data: st.DataObject,
 ) -> None:
+    """`cut`: a hybrid has a chunk for each parameter, and divides the last one where it has tiles enough."""
     torch.manual_seed(len(kinds))
     model = nn.ParameterDict({f"w{index}": kind.make() for index, kind in enumerate(kinds)})
     reference = Reference({name: p.detach().float() for name, p in model.items()})
@@ -113,6 +118,9 @@ def test_f18_any_run_has_the_bits_of_fused_torch(
     with monkeypatch.context() as patch:
         if late:
             use_lanes(patch, delay=random_delays(len(kinds), most_s=5e-4))
+        if cut:
+            patch.setattr(assembly, "HYBRID_CHUNK_NUMEL", 1024)
+            patch.setattr(assembly, "DIVIDED_NUMEL", 1024)
         optimizer = offload.AdamW([g for g in params if g["params"]], config=config, **options)
     with optimizer:
         for _ in range(STEPS):

@@ -54,7 +54,9 @@ def _stage(name: str) -> str:
 
 def _size(chunk: Chunk) -> ChunkSize:
     first = min(span.param for span in chunk.spans)
-    return ChunkSize(chunk.name, chunk.numel, first, chunk.kind.grad_bytes, chunk.kind.weight_bytes)
+    return ChunkSize(
+        chunk.name, chunk.numel, first, chunk.kind.grad_bytes, chunk.kind.weight_bytes, len(chunk.spans)
+    )
 
 
 def _attention(shape: ModelShape) -> Iterator[tuple[str, int]]:

@@ -46,7 +46,8 @@ def hybrid_estimate(
         made.pinned_bytes,
         made.peak_device_bytes - made.device_bytes - workload.weight_bytes,
     )
-    found = HybridEstimate(made, needs, made.reasons[1:2], update_s=made.step_s)
+    how = made.reasons[1 : 2 + bool(made.divisions)]  # the share, and what is divided
+    found = HybridEstimate(made, needs, how, update_s=made.step_s)
     if rates is None or passes is None:
         return found
     step = _step(run, workload, made, rates, passes)
@@ -58,11 +59,12 @@ def hybrid_estimate(
 
 def first_placements(made: Plan) -> tuple[Placement, ...]:
     """Where the chunks of a hybrid are stepped at first: of those whose state is pinned, some wait for the balance."""
-    movable = made.placements.count(Placement.STREAM)
+    movable = made.placements.count(Placement.STREAM) - len(made.divisions)
     streamed = movable if made.num_streamed is None else made.num_streamed
     placements, number = [], 0
-    for placement in made.placements:
-        if placement is Placement.STREAM:
+    for chunk in made.chunks:
+        placement = chunk.placement
+        if placement is Placement.STREAM and not chunk.host_numel:
             turn = (number + 1) * streamed // movable > number * streamed // movable
             placement = Placement.STREAM if turn else Placement.HOST
             number += 1
@@ -71,7 +73,7 @@ def first_placements(made: Plan) -> tuple[Placement, ...]:
 
 
 def _step(run: Run, workload: Workload, made: Plan, rates: Rates, passes: Passes) -> StepEstimate:
-    arrivals = arrivals_at(run, workload.parts, first_placements(made))
+    arrivals = arrivals_at(run, workload.parts, first_placements(made), made.divisions)
     return estimate_step("hybrid", workload, rates, passes, arrivals, overlaps_forward=run.overlap_forward)
 
 

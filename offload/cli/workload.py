@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.assembly import HYBRID_CHUNK_NUMEL
+from offload.assembly import DIVIDED_NUMEL, HYBRID_CHUNK_NUMEL
 from offload.cli.chunks import chunk_sizes, stages
 from offload.cli.model_shape import ModelShape
 from offload.config import OffloadConfig
@@ -100,6 +100,7 @@ def workload_of(run: Run, config: OffloadConfig, *, backward_s: float | None = N
         chunks=_chunks(run, tile, None),
         parts=_chunks(run, tile, HYBRID_CHUNK_NUMEL),
         part_numel=HYBRID_CHUNK_NUMEL,
+        divide_numel=DIVIDED_NUMEL,
         speculates=run.holds_gradients,  # as clip="auto" does where host memory allows
         stream_tile_numel=stream_tile_numel(tile, STATE_ARRAYS),
         tile_numel=tile,
@@ -130,12 +131,23 @@ def arrivals_of(run: Run) -> tuple[Arrival, ...]:
 
 
 def arrivals_at(
-    run: Run, chunks: Sequence[ChunkSize], placements: Sequence[Placement]
+    run: Run,
+    chunks: Sequence[ChunkSize],
+    placements: Sequence[Placement],
+    divisions: Mapping[int, int] | None = None,
 ) -> tuple[Arrival, ...]:
-    """The same of chunks that go where `placements` say. A chunk is complete with its first parameter's gradient."""
+    """The same of chunks that go where `placements` say. A chunk is complete with its first parameter's gradient.
+
+    Args:
+        divisions: as `Plan.divisions`: both parts of such a chunk come at the same time.
+    """
     ends, stage = _ends(run), stages(run.shape)
-    order = sorted(zip(chunks, placements, strict=True), key=lambda each: -each[0].first_param)
-    arrivals = [Arrival(chunk.numel, ends[stage[chunk.first_param]], placement) for chunk, placement in order]
+    arrivals = []
+    for index in sorted(range(len(chunks)), key=lambda index: -chunks[index].first_param):
+        at, on_host = ends[stage[chunks[index].first_param]], (divisions or {}).get(index, 0)
+        if on_host:
+            arrivals.append(Arrival(on_host, at, Placement.HOST))
+        arrivals.append(Arrival(chunks[index].numel - on_host, at, placements[index]))
     return tuple(sorted(arrivals, key=lambda each: each.at))
 
 

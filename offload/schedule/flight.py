@@ -7,7 +7,7 @@ forward of its modules waits for; whoever reads anything else lets the flight la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext
@@ -28,13 +28,14 @@ class Mark:
     """A point after which a chunk's weights are the new ones.
 
     Args:
-        signal: comes when the work is enqueued; on a GPU it is an event of the stream that writes the weights.
+        signals: one of each side that writes them; they come when the work is enqueued, and on a GPU are events of the
+            streams that write.
         worker: raises what went wrong.
-        timeout_s: longest wait for `signal`, in seconds.
+        timeout_s: longest wait for each of `signals`, in seconds.
     """
 
-    def __init__(self, signal: Future[Signal], worker: Worker, timeout_s: float) -> None:
-        self._signal, self._worker, self._timeout_s = signal, worker, timeout_s
+    def __init__(self, signals: Sequence[Future[Signal]], worker: Worker, timeout_s: float) -> None:
+        self._signals, self._worker, self._timeout_s = tuple(signals), worker, timeout_s
 
     def wait(self, *, on_host: bool) -> None:
         """Wait for the work to be enqueued, and make the current stream wait for it, or, `on_host`, the caller.
@@ -43,8 +44,16 @@ class Mark:
             WorkerError: the worker failed.
             DeadlineError: it did not come so far in time.
         """
+        for signal in self._signals:
+            enqueued = self._enqueued(signal)
+            if on_host:
+                enqueued.synchronize()
+            else:
+                enqueued.wait()
+
+    def _enqueued(self, signal: Future[Signal]) -> Signal:
         try:
-            signal = self._signal.result(self._timeout_s)
+            return signal.result(self._timeout_s)
         except FutureTimeout as error:
             raise DeadlineError(
                 f"weights that the forward needs were not ready within {self._timeout_s} s (config.timeout_s)"
@@ -52,10 +61,6 @@ class Mark:
         except Exception:
             self._worker.raise_error()
             raise
-        if on_host:
-            signal.synchronize()
-        else:
-            signal.wait()
 
 
 @dataclass

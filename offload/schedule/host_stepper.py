@@ -146,16 +146,18 @@ class HostStepper:
         chunks: Sequence[Chunk],
         records: Mapping[int, ParamRecord],
         state: Mapping[int, Sequence[torch.Tensor]],
+        sums: Mapping[int, BlockSums],
     ) -> None:
-        """Be able to step chunks whose state another stepper keeps in host memory.
+        """Be able to step chunks, or tiles of them, whose state another stepper keeps in host memory.
 
         Args:
             state: by chunk index, FP32 ``[chunk.numel]``: master, then the moments in the rule's order.
+            sums: by chunk index, where both steppers put the sums of their tiles.
         """
         self._fit_rings(chunks)
         for chunk in chunks:
             master, *moments = state[chunk.index]
-            self._state.adopt(chunk, master, tuple(moments))
+            self._state.adopt(chunk, master, tuple(moments), sums[chunk.index])
             self._register(chunk, records)
 
     def aim(self, records: Sequence[ParamRecord]) -> None:
@@ -263,19 +265,29 @@ class HostStepper:
         """See `Stepper.hold`."""
         self._hold_pieces(record.index, Arrival(gradient, self._transport.record_ready()))
 
-    def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
-        """See `Stepper.step_early`."""
+    def step_early(
+        self, record: ParamRecord, gradient: torch.Tensor, rows: Rows, elements: range | None = None
+    ) -> None:
+        """See `Stepper.step_early`.
+
+        Args:
+            elements: of the chunk, which then has this one parameter: tiles that begin elsewhere are another stepper's.
+        """
         if self._speculative and not self._chunk_of(record).has_shadow:
             self.hold(record, gradient)
             return
         self._arrived[record.index] = Arrival(gradient, self._transport.record_ready())
         for plan, _ in self._places[record.index]:
+            if elements is not None and plan.tile.start not in elements:
+                continue
             missing = self._missing.get(plan.key, len(plan.pieces)) - 1
             self._missing[plan.key] = missing
             if not missing:
                 self._early.add(plan.key)
                 self._submit_step(plan, rows, from_device=True)
                 self._let_go(plan)
+        if elements is not None:
+            self._arrived.pop(record.index, None)  # the jobs have it
 
     @property
     def stepped_early(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 On the device goes what comes last in backward, so that the end of a step is short: the embedding, and more if the user
 gives room. The rest is divided between the host's kernels and the link, chunk by chunk in turn, so that both are busy
-all the time.
+all the time. A large chunk at the end of backward, where there is no other to take turns with, is divided tile by tile.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ __all__ = [
     "BESIDE_KERNELS",
     "BESIDE_LINK",
     "Balance",
+    "Division",
     "at_share",
     "balance",
     "device_room",
+    "divide",
     "hybrid_needs",
     "num_stream_slots",
     "place",
@@ -104,27 +106,74 @@ def at_share(
     return Balance(share, stepped / host_rate, moved / link_rate)
 
 
-def place(chunks: Sequence[ChunkSize], share: float, device_numel: int) -> tuple[Placement, ...]:
+class Division(NamedTuple):
+    """`chunk`: index of one that both sides step. `host_numel`: elements from its front that the host steps, whole tiles of
+    `tile_numel`; the others are streamed."""
+
+    chunk: int
+    host_numel: int
+    tile_numel: int
+
+    def words(self, chunk: ChunkSize) -> str:
+        """For a plan."""
+        host, tiles = self.host_numel // self.tile_numel, -(-chunk.numel // self.tile_numel)
+        return (
+            f"{chunk.name} comes last and is divided: the host steps {host} of its {tiles} tiles while the link streams "
+            f"{tiles - host}"
+        )
+
+
+def place(
+    chunks: Sequence[ChunkSize], share: float, device_numel: int, division: Division | None = None
+) -> tuple[Placement, ...]:
     """Placements, in the order of `chunks`.
 
     Args:
         share: of the elements that do not go to the device, how many are streamed.
         device_numel: elements that the device has room for.
+        division: of a chunk that takes no turn; its state is streamed state.
     """
-    on_device = set()
-    for index in _last_gradients_first(chunks):
-        if chunks[index].numel > device_numel:
-            break
-        device_numel -= chunks[index].numel
-        on_device.add(index)
-    rest = [index for index in range(len(chunks)) if index not in on_device]
+    on_device = _on_device(chunks, device_numel)
+    divided = set() if division is None else {division.chunk}
+    rest = [index for index in range(len(chunks)) if index not in on_device | divided]
     streamed = _take_turns([chunks[index].numel for index in rest], share)
-    placements = dict.fromkeys(on_device, Placement.DEVICE)
+    placements = dict.fromkeys(on_device, Placement.DEVICE) | dict.fromkeys(divided, Placement.STREAM)
     placements |= {
         index: Placement.STREAM if turn else Placement.HOST
         for index, turn in zip(rest, streamed, strict=True)
     }
     return tuple(placements[index] for index in range(len(chunks)))
+
+
+def divide(workload: Workload, device_numel: int, share: float) -> Division | None:
+    """The chunk that backward completes last of all that are not on the device, if it is large; its tiles by `share`.
+
+    Only where its gradient may be applied as soon as it is there: what is accumulated or waits for a verdict is on one side.
+    An FP32 weight has no master among streamed state, so the host cannot step a part of it.
+    """
+    if workload.divide_numel is None or workload.accumulates or workload.holds_gradients:
+        return None
+    chunks, tile_numel = workload.chunks, workload.tile_numel
+    on_device = _on_device(chunks, device_numel)
+    last = next((index for index in _last_gradients_first(chunks) if index not in on_device), None)
+    if last is None or chunks[last].num_params != 1 or chunks[last].weight_bytes == 4:
+        return None
+    tiles = -(-chunks[last].numel // tile_numel)
+    host = round((1 - share) * tiles)
+    if chunks[last].numel <= workload.divide_numel or not 0 < host < tiles:
+        return None
+    return Division(last, host * tile_numel, tile_numel)
+
+
+def _on_device(chunks: Sequence[ChunkSize], numel: int) -> set[int]:
+    """What comes last in backward, as long as there is room for it."""
+    on_device = set()
+    for index in _last_gradients_first(chunks):
+        if chunks[index].numel > numel:
+            break
+        numel -= chunks[index].numel
+        on_device.add(index)
+    return on_device
 
 
 def device_room(workload: Workload, machine: Machine) -> int:
@@ -147,8 +196,14 @@ def num_stream_slots(chunks: Sequence[ChunkSize], placements: Sequence[Placement
     return max(MIN_SLOTS, min(MAX_SLOTS, num_tiles + 1)) if num_tiles else MIN_SLOTS
 
 
-def hybrid_needs(workload: Workload, machine: Machine, placements: Sequence[Placement]) -> Needs:
-    """What chunks placed like this take. Gradients of the observed first step wait for ``step()`` where they are used."""
+def hybrid_needs(
+    workload: Workload, machine: Machine, placements: Sequence[Placement], division: Division | None = None
+) -> Needs:
+    """What chunks placed like this take. Gradients of the observed first step wait for ``step()`` where they are used.
+
+    All state of a divided chunk is pinned, since its parts are those of one array. Its gradient is on the device once, and
+    counts as one that waits for its state to be streamed.
+    """
     arrays = workload.state_arrays
     sums = dict.fromkeys(Placement, 0)
     state, gradients, sizes = dict(sums), dict(sums), dict(sums)
@@ -180,12 +235,16 @@ def hybrid_needs(workload: Workload, machine: Machine, placements: Sequence[Plac
         kept += last
     else:
         waiting += _waiting_bytes(workload, placements, stream, last)
+    pinned_words = f"streamed state {gib(state[stream] + sums[stream])}, rings {gib(workload.ring_bytes)}; "
+    if division is not None:  # by who steps it
+        for side, moved in ((host, division.host_numel), (stream, -division.host_numel)):
+            sizes[side] += moved
+            state[side] += 4 * arrays * moved
     words = [
         f"{_count(sizes[placement])} parameters: "
         f"{placement.words() if machine.has_gpu else placement.words_without_gpu()} ({gib(state[placement])})"
         for placement in Placement
     ]
-    pinned_words = f"streamed state {gib(state[stream] + sums[stream])}, rings {gib(workload.ring_bytes)}; "
     if not machine.has_gpu:
         words.append(f"{pinned_words}{slots} buffers of {gib(workload.tile_bytes)}")
         return Needs(0, on_host + on_device + kept, 0, 0, tuple(words))

@@ -4,7 +4,8 @@ One engine drives this stepper as it drives any other. The placements work side 
 streamed state on a thread and streams of its own, device state on backward's stream. What they share is the link, the
 worker whose error ends them all, and the order in which they are closed.
 
-Streamed state lies in host memory, so the host can step it too: between steps a chunk may change sides (`Balancer`).
+Streamed state lies in host memory, so the host can step it too: between steps a chunk may change sides (`Balancer`), and
+a large one may be on both at once, tile by tile (`division`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from offload.parameters import ParamRecord
 from offload.schedule.backward_room import BackwardRoom
 from offload.schedule.balancer import Balancer
 from offload.schedule.device_stepper import DeviceStepper
+from offload.schedule.division import Divisions
 from offload.schedule.flight import Mark
 from offload.schedule.host_stepper import HostStepper
 from offload.schedule.mode_costs import Placement
@@ -42,7 +44,8 @@ class HybridStepper:
 
     Args:
         placements: of the first chunks, by index; chunks beyond them are stepped on the host.
-        num_streamed: of the chunks placed as STREAM, how many are streamed at first; None: all.
+        num_streamed: of the chunks placed as STREAM, how many are streamed at first; None: all. Divided ones do not count.
+        divisions: of chunks placed as STREAM that both sides step, by index: elements from the front that are the host's.
         worker: shared by all, closed first.
         stream, device: None where no chunk is placed there.
         timeout_s: longest wait for a mark, in seconds.
@@ -62,6 +65,7 @@ class HybridStepper:
         timeout_s: float,
         rebalances: bool,
         num_streamed: int | None = None,
+        divisions: Mapping[int, int] | None = None,
         departs: bool = False,
         room: BackwardRoom | None = None,
     ) -> None:
@@ -70,6 +74,7 @@ class HybridStepper:
         self._balancer: Balancer | None = None
         self._movable: dict[int, list[ParamRecord]] = {}
         self._first_streamed, self._num_streamed = num_streamed, 0
+        self._divisions = Divisions(divisions or {})
         # In its first step a chunk is only observed: its gradients wait for step(). On the host they need no device memory.
         self._observed: set[int] = set()
         self._rest_stepped = False
@@ -124,11 +129,15 @@ class HybridStepper:
         if not movable or self._stream is None:
             return
         state = {chunk.index: self._stream.chunk_state(chunk.index) for chunk in movable}
-        self._host.adopt_chunks(movable, records, state)
+        sums = {chunk.index: self._stream.block_sums(chunk.index) for chunk in movable}
+        self._host.adopt_chunks(movable, records, state, sums)
         for chunk in movable:
-            self._movable[chunk.index] = [records[span.param] for span in chunk.spans]
-            self._observed.add(chunk.index)
             self._placement[chunk.index] = Placement.HOST
+            if not self._divisions.add(chunk):
+                self._movable[chunk.index] = [records[span.param] for span in chunk.spans]
+                self._observed.add(chunk.index)
+        if not self._movable:
+            return
         most, first = len(self._movable), self._first_streamed
         self._num_streamed = most if first is None else min(first, most)
         if self._rebalances:
@@ -136,8 +145,14 @@ class HybridStepper:
 
     @property
     def placements(self) -> Mapping[int, Placement]:
-        """Where chunks are stepped now, by index; those whose first step is still to come: where they will be."""
-        return {**self._placement, **dict.fromkeys(self._observed, Placement.STREAM)}
+        """Where chunks are stepped now, by index; those whose first step is still to come: where they will be.
+
+        Divided ones count as STREAM, where the plan has them.
+        """
+        return {
+            **self._placement,
+            **dict.fromkeys(self._observed | self._divisions.chunks, Placement.STREAM),
+        }
 
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """See `Stepper.state`."""
@@ -153,6 +168,7 @@ class HybridStepper:
 
     def load_weights(self, records: Sequence[ParamRecord], *, force: bool = False) -> set[int]:
         """See `Stepper.load_weights`."""
+        self._recall(records)
         taken: set[int] = set()
         for stepper, mine in self._split(records):
             taken |= stepper.load_weights(mine, force=force)
@@ -160,8 +176,16 @@ class HybridStepper:
 
     def store_weights(self, records: Sequence[ParamRecord]) -> None:
         """See `Stepper.store_weights`."""
+        self._recall(records)
         for stepper, mine in self._split(records):
             stepper.store_weights(mine)
+
+    def _recall(self, records: Sequence[ParamRecord]) -> None:
+        """Before the host writes masters of divided chunks: what has come in ahead of its trip would be old."""
+        divided = [record for record in records if self._chunk_of[record.index] in self._divisions]
+        if divided and self._stream is not None:
+            self._stream.settle()
+            self._stream.aim(divided)
 
     @property
     def host_bytes(self) -> int:
@@ -172,6 +196,7 @@ class HybridStepper:
 
     def accumulate(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """See `Stepper.accumulate`."""
+        self._divisions.keep_whole(self._chunk_of[record.index])
         self._stepper(record).accumulate(record, gradient)
 
     def hold(self, record: ParamRecord, gradient: torch.Tensor) -> None:
@@ -179,6 +204,7 @@ class HybridStepper:
         if self._room is not None:
             self._room.observe(record.index)
         self._note_fire(record)
+        self._divisions.keep_whole(self._chunk_of[record.index])
         self._stepper(record).hold(record, gradient)
 
     def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
@@ -186,13 +212,20 @@ class HybridStepper:
         if not self._is_underway:
             self._is_underway = True
             if self._stream is not None:
-                self._stream.expect({c for c, p in self._placement.items() if p is Placement.STREAM})
+                streamed = {c for c, p in self._placement.items() if p is Placement.STREAM}
+                self._stream.expect(streamed, self._divisions.expected)
         self._note_fire(record)
         if self._room is not None:
             self._room.enter(record.index)
-        self._stepper(record).step_early(record, gradient, rows)
+        chunk = self._chunk_of[record.index]
+        parts = None if self._speculative else self._divisions.step(chunk)
+        if parts is None or self._stream is None:
+            self._stepper(record).step_early(record, gradient, rows)
+        else:  # the host comes last: see `step_rest`
+            self._stream.step_early(record, gradient, rows, parts.streamed)
+            self._host.step_early(record, gradient, rows, parts.host)
         if self._departs:
-            self._note_arrived(self._chunk_of[record.index])
+            self._note_arrived(chunk)
 
     @property
     def stepped_early(self) -> list[str]:
@@ -213,7 +246,7 @@ class HybridStepper:
         moved = [param for stepper in self._steppers.values() for param in stepper.commit()]
         for chunk in dict.fromkeys(self._chunk_of[param] for param in moved):
             if self._departs and not self._left.get(chunk, 1):  # all of it: `step_rest` has nothing to add
-                self._marks[chunk] = self._mark(self._placement[chunk], chunk)
+                self._marks[chunk] = self._mark(self._sides(chunk), chunk)
         return moved
 
     def roll_back(self, *, restore: bool) -> None:
@@ -234,7 +267,7 @@ class HybridStepper:
                 self._steppers[placement].step_rest(rows)
 
     def block_sums(self, chunk: int) -> BlockSums:
-        """See `Stepper.block_sums`."""
+        """See `Stepper.block_sums`. Of a chunk that both may step they are one array of both."""
         return self._steppers[self._placement[chunk]].block_sums(chunk)
 
     def finish(self) -> None:
@@ -246,12 +279,13 @@ class HybridStepper:
 
     def depart(self) -> Mapping[int, Mark]:
         """See `Departing.depart`. Chunks that were complete in backward, or committed, have been marked there."""
-        rest: dict[Placement, Mark] = {}
-        for index, placement in self._placement.items():
+        rest: dict[tuple[Placement, ...], Mark] = {}
+        for index in self._placement:
             if index not in self._marks:
-                if placement not in rest:
-                    rest[placement] = self._mark(placement)
-                self._marks[index] = rest[placement]
+                sides = self._sides(index)
+                if sides not in rest:
+                    rest[sides] = self._mark(sides)
+                self._marks[index] = rest[sides]
         self._time_ends()
         return dict(self._marks)
 
@@ -262,14 +296,20 @@ class HybridStepper:
             self._stream.settle()
         self._note_ends()
 
-    def _mark(self, placement: Placement, chunk: int | None = None) -> Mark:
-        return Mark(self._parts[placement].mark(chunk), self._worker, self._timeout_s)
+    def _sides(self, chunk: int) -> tuple[Placement, ...]:
+        """Who writes the chunk's weights in this step."""
+        if self._divisions.is_stepped(chunk):
+            return Placement.HOST, Placement.STREAM
+        return (self._placement[chunk],)
+
+    def _mark(self, sides: Collection[Placement], chunk: int | None = None) -> Mark:
+        return Mark([self._parts[side].mark(chunk) for side in sides], self._worker, self._timeout_s)
 
     def _note_arrived(self, chunk: int) -> None:
         """Mark a chunk that is complete; what a speculative step wrote may be written again, so not before the verdict."""
         left = self._left[chunk] = self._left.get(chunk, self._members[chunk]) - 1
         if not left and not self._speculative:
-            self._marks[chunk] = self._mark(self._placement[chunk], chunk)
+            self._marks[chunk] = self._mark(self._sides(chunk), chunk)
 
     def _time_ends(self) -> None:
         """Have both sides tell when they are done with what they have."""
@@ -302,6 +342,7 @@ class HybridStepper:
         self._rest_stepped = False
         self._is_underway, self._ends, self._settling = False, None, None
         self._waited = self._waits()
+        self._divisions.end_step()
         self._marks.clear()
         self._left.clear()
 
@@ -334,7 +375,8 @@ class HybridStepper:
 
     def _note_fire(self, record: ParamRecord) -> None:
         """Streamed state keeps the order of backward, also of chunks that the host steps for now."""
-        if self._stream is not None and self._chunk_of[record.index] in self._movable:
+        chunk = self._chunk_of[record.index]
+        if self._stream is not None and (chunk in self._movable or chunk in self._divisions):
             self._stream.note_fire(record.index)
 
     def _planned_for(self, chunk: Chunk) -> Placement:

@@ -85,13 +85,15 @@ class Machine:
 
 
 class ChunkSize(NamedTuple):
-    """A chunk by name, its elements, the index of its first parameter, and bytes per element of gradient and weight."""
+    """A chunk by name, its elements, the index of its first parameter, bytes per element of gradient and weight, and how
+    many parameters it has."""
 
     name: str
     numel: int
     first_param: int = 0
     grad_bytes: int = 2
     weight_bytes: int = 2
+    num_params: int = 1
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Workload:
     left of the largest one, at most all of it: `largest_gradient_bytes`. `own_master_numel`: elements of FP32 weights,
     which need no master where they are stepped on the device. `tile_bytes`, `num_slots`: the device buffers of
     chunked-stream. `parts`: the chunks of a hybrid, `part_numel` elements each or a single parameter, where those are
-    finer. `speculates`: a wavefront wants a second set of state. `stream_tile_numel`: elements of a tile of
+    finer. `divide_numel`: elements beyond which a chunk of a single parameter may be divided between host and link; None:
+    none is. `speculates`: a wavefront wants a second set of state. `stream_tile_numel`: elements of a tile of
     chunked-stream; `tile_numel`: of all others, a hybrid's streamed ones too. `stream_share`: of a hybrid, where the user
     fixed it; `rebalances`: whether steps may correct it. `can_mix`: whether host and device compute the same bits here.
     `backward_s`: seconds that backward takes; None: not known. `moments`: how they are kept, on the host alone if not
@@ -124,6 +127,7 @@ class Workload:
     chunks: tuple[ChunkSize, ...] = ()
     parts: tuple[ChunkSize, ...] = ()
     part_numel: int | None = None
+    divide_numel: int | None = None
     speculates: bool = False
     stream_tile_numel: int = 1
     tile_numel: int = 1

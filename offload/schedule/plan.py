@@ -15,9 +15,11 @@ from offload.errors import MemoryBudgetError
 from offload.rates import Rates
 from offload.schedule.hybrid_plan import (
     Balance,
+    Division,
     at_share,
     balance,
     device_room,
+    divide,
     hybrid_needs,
     num_stream_slots,
     place,
@@ -64,11 +66,19 @@ HYBRID_GAIN = 0.9
 
 
 class ChunkPlan(NamedTuple):
-    """Where a chunk goes."""
+    """Where a chunk goes. `host_numel`: of a streamed one that is divided, elements from its front that the host steps."""
 
     name: str
     numel: int
     placement: Placement
+    host_numel: int = 0
+
+    def words(self, *, on_cpu: bool) -> str:
+        """Where its state is and who steps it."""
+        if self.host_numel:
+            there = "in buffers" if on_cpu else "on the device"
+            return f"state on the host, stepped there and {there}, each its own tiles"
+        return self.placement.words_without_gpu() if on_cpu else self.placement.words()
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,8 @@ class Plan:
 
     `chunk_numel`: elements beyond which layers are cut into several of `chunks`; None: they are not. `stream_share`,
     `num_slots`: of a hybrid, the share of host state that is streamed and the device buffers for it. `num_streamed`: of its
-    chunks placed as STREAM, those that are streamed at first, where the balance may move either way; None: all.
+    chunks placed as STREAM and not divided, those that are streamed at first, where the balance may move either way; None:
+    all.
     `on_cpu`: there is no device; what would be on one is in host memory, too, and nothing is pinned.
     `device_bytes`: what the optimizer itself takes there, in `step()` at the most. `peak_device_bytes`: the same with
     weights and the gradients that are there at that time, and with nothing else (activations are not known). `step_s`:
@@ -106,6 +117,11 @@ class Plan:
         """Of the chunks, in order."""
         return tuple(chunk.placement for chunk in self.chunks)
 
+    @property
+    def divisions(self) -> dict[int, int]:
+        """Of the chunks that host and link step together, by index: elements from the front that are the host's."""
+        return {index: chunk.host_numel for index, chunk in enumerate(self.chunks) if chunk.host_numel}
+
     def as_stepped(self, placements: Mapping[int, Placement]) -> Plan:
         """The plan with chunks where they are stepped now; memory is what it was."""
         chunks = tuple(
@@ -132,12 +148,8 @@ class Plan:
             )
         if self.step_s is not None:
             lines.append(f"  - expected update: {1e3 * self.step_s:.0f} ms a step")
-        counts = Counter(chunk.placement for chunk in self.chunks)
-        place = Placement.words_without_gpu if self.on_cpu else Placement.words
-        lines += [
-            f"  - {number} chunk{'s' * (number != 1)}: {place(placement)}"
-            for placement, number in counts.items()
-        ]
+        counts = Counter(chunk.words(on_cpu=self.on_cpu) for chunk in self.chunks)
+        lines += [f"  - {number} chunk{'s' * (number != 1)}: {words}" for words, number in counts.items()]
         return "\n".join(lines)
 
 
@@ -282,30 +294,43 @@ def _make_hybrid(workload: Workload, machine: Machine, rates: Rates | None, reas
     share, found, words = _share(workload, room, rates)
     moves = found is not None and workload.rebalances
     pinned = min(share + SPARE_SHARE, 1.0) if moves else share
+    division = divide(workload, room, share)
 
-    def pinning(pinned: float) -> Plan:
-        placements = place(workload.chunks, pinned, room)
-        needs = hybrid_needs(workload, machine, placements)
+    def pinning(pinned: float, division: Division | None) -> Plan:
+        placements = place(workload.chunks, pinned, room, division)
+        needs = hybrid_needs(workload, machine, placements, division)
+        how = () if division is None else (division.words(workload.chunks[division.chunk]),)
         made = _plan_of(
             "hybrid",
             workload,
             machine,
             needs,
-            reasons=(reason, words, *needs.words),
+            reasons=(reason, words, *how, *needs.words),
             step_s=found.step_s if found else None,
             placements=placements,
         )
-        movable = placements.count(Placement.STREAM)
+        movable = placements.count(Placement.STREAM) - len(how)
         return replace(
             made,
+            chunks=_divided(made.chunks, division),
             stream_share=share,
             num_slots=num_stream_slots(workload.chunks, placements, workload.stream_tile_numel),
             num_streamed=round(movable * share / pinned) if pinned else 0,
             chunk_numel=workload.part_numel,
         )
 
-    made = pinning(pinned)
-    return pinning(share) if _missing(made, machine) else made
+    tried = ((pinned, division), (share, division), (share, None))
+    plans = [pinning(*each) for each in dict.fromkeys(tried)]
+    return next((made for made in plans if not _missing(made, machine)), plans[-1])
+
+
+def _divided(chunks: tuple[ChunkPlan, ...], division: Division | None) -> tuple[ChunkPlan, ...]:
+    return tuple(
+        chunk._replace(host_numel=division.host_numel)
+        if division is not None and index == division.chunk
+        else chunk
+        for index, chunk in enumerate(chunks)
+    )
 
 
 def _share(workload: Workload, room: int, rates: Rates | None) -> tuple[float, Balance | None, str]:

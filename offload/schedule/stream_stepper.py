@@ -78,6 +78,7 @@ class StreamStepper:
         fused_sums: see `Stepper`.
         issuer: a worker of this stepper alone, closed with it, whose thread enqueues on a GPU; None: the caller does.
         alone: False where other steppers update other chunks in the same step, so that no failure leaves all as it was.
+        newest_first: with an `issuer`, a chunk that is stepped in part goes before those that still wait for it.
     """
 
     def __init__(
@@ -95,9 +96,11 @@ class StreamStepper:
         clock: StageClock,
         issuer: Worker | None = None,
         alone: bool = True,
+        newest_first: bool = False,
     ) -> None:
         self._transport, self._updater, self._worker, self._clock = transport, updater, worker, clock
         self._fused_sums, self._trips_ahead, self._alone = fused_sums, trips_ahead, alone
+        self._newest_first = newest_first
         self._on_gpu = transport.device.type == "cuda"
         self._issuer = issuer if self._on_gpu else None
         self._runner = self._issuer if self._on_gpu else worker
@@ -121,6 +124,9 @@ class StreamStepper:
             updater.start() if self._on_gpu else worker.call(updater.start)
             if self._issuer is not None:
                 self._issuer.call(partial(self._attach, stream))
+                self._issuer.call(
+                    transport.attach_thread, on_copier=True
+                )  # it asks whether gradients are there
         except BaseException:
             transport.close()
             raise
@@ -210,8 +216,14 @@ class StreamStepper:
         self._gradients.hold(record.index, gradient)
         self.note_fire(record.index)
 
-    def step_early(self, record: ParamRecord, gradient: torch.Tensor, rows: Rows) -> None:
-        """See `Stepper.step_early`."""
+    def step_early(
+        self, record: ParamRecord, gradient: torch.Tensor, rows: Rows, elements: range | None = None
+    ) -> None:
+        """See `Stepper.step_early`.
+
+        Args:
+            elements: of the chunk, which then has this one parameter: tiles that begin elsewhere are another stepper's.
+        """
         self.hold(record, gradient)
         if self._holds:
             return
@@ -219,18 +231,38 @@ class StreamStepper:
         complete = [
             tile
             for tile, _ in self._state.places[record.index].parts
-            if self._is_complete_with_one_more(tile)
+            if (elements is None or tile.tile.start in elements) and self._is_complete_with_one_more(tile)
         ]
         if not complete:
             return
         self._early |= {tile.key: tile for tile in complete}
         trips = self._step_trips(complete, rows, now)
         self._let_go(complete)
-        self._do_later(partial(self._run_early, trips))
+        chunk = _index(self._state.places[record.index])
+        if elements is not None:
+            self._forget(record.index)
+            self._urgent.add(chunk)
+        self._do_later(
+            partial(self._run_early, trips), group=self._group(chunk), ready=partial(_has_come, now)
+        )
 
-    def expect(self, chunks: Collection[int]) -> None:
-        """At a backward's first update: let state of `chunks` come in, in the order of the last backward."""
-        tiles = [tile for tile in self._expected if tile.key[0] in chunks]
+    def _group(self, chunk: int | None) -> int | None:
+        """Of the issuing thread's jobs: two, of which the second goes first. It has what the next forward needs at once."""
+        if chunk is None or self._issuer is None or not self._newest_first:
+            return None
+        return int(chunk in self._urgent)
+
+    def expect(self, chunks: Collection[int], parts: Mapping[int, range]) -> None:
+        """At a backward's first update: let state of `chunks` come in, in the order of the last backward.
+
+        Args:
+            parts: elements of further chunks, of which only the tiles that begin there will be worked on.
+        """
+        tiles = [
+            tile
+            for tile in self._expected
+            if tile.key[0] in chunks or tile.tile.start in parts.get(tile.key[0], ())
+        ]
         if tiles and not self._holds:
             self._do_later(lambda: self._conveyor.expect(tiles), changes=False)
 
@@ -297,10 +329,13 @@ class StreamStepper:
                 raise
 
     def mark(self, chunk: int | None = None) -> Future[Signal]:
-        """When the weights of all updates submitted so far are written. For steppers with a thread that computes."""
+        """When the weights of all updates of a chunk (None: of all chunks) submitted so far are written.
+
+        For steppers with a thread that computes.
+        """
         assert self._runner is not None
         call: Call[Signal] = Call(self._conveyor.mark)
-        self._runner.submit(call)
+        self._runner.submit(call, group=self._group(chunk))
         return call.future
 
     def settle_later(self) -> Future[float]:
@@ -354,6 +389,7 @@ class StreamStepper:
         self._arrived: dict[int, Ready] = {}
         self._missing: dict[tuple[int, int], int] = {}
         self._early: dict[tuple[int, int], StreamTile] = {}
+        self._urgent: set[int] = set()
         self._late = 0
         self._changed = False
         self._uploaded = None
@@ -380,8 +416,11 @@ class StreamStepper:
         """Drop our references to gradients all of whose tiles are on their way now; their trips have their own."""
         for param in {piece.param for tile in tiles for piece in tile.tile.pieces}:
             if all(tile.key in self._early for tile, _ in self._state.places[param].parts):
-                self._gradients.forget(param)
-                self._arrived.pop(param, None)
+                self._forget(param)
+
+    def _forget(self, param: int) -> None:
+        self._gradients.forget(param)
+        self._arrived.pop(param, None)
 
     def _waiting_tiles(self) -> list[StreamTile]:
         """Tiles with a gradient to be applied that were not updated early."""
@@ -477,11 +516,23 @@ class StreamStepper:
             self._worker.raise_error()
             raise
 
-    def _do_later(self, function: Callable[[], None], *, changes: bool = True) -> None:
-        """The same from a gradient hook, in which nothing may be raised: the next public call does."""
+    def _do_later(
+        self,
+        function: Callable[[], None],
+        *,
+        changes: bool = True,
+        group: int | None = None,
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """The same from a gradient hook, in which nothing may be raised: the next public call does.
+
+        Args:
+            group, ready: as `Worker.submit` takes them.
+        """
         self._changed |= changes
         if self._runner is not None:
-            self._runner.submit(TileJob(lambda: self._guard(function), self._gate, self._give_up))
+            job = TileJob(lambda: self._guard(function), self._gate, self._give_up)
+            self._runner.submit(job, group=group, ready=ready)
             return
         try:
             self._guard(function)
@@ -522,6 +573,14 @@ class StreamStepper:
         else:
             record.local(self._master(record)).copy_(given)
             check_given_master(record, self._master(record))
+
+
+def _has_come(ready: Ready) -> bool:
+    """Whether the device has come so far; an error is one of the work that follows, which is where it will be raised."""
+    try:
+        return ready.query()
+    except Exception:  # noqa: BLE001
+        return True
 
 
 def _index(place: Place) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from _models import Decoder, LanguageModel
 from _shapes import SHAPES
 
 import offload
-from offload.assembly import HYBRID_CHUNK_NUMEL
+from offload.assembly import DIVIDED_NUMEL, HYBRID_CHUNK_NUMEL
 from offload.cli.chunks import chunk_sizes, parameters, stages
 from offload.cli.hybrid import first_placements, hybrid_estimate
 from offload.cli.model_shape import ModelShape, shape_of_config
@@ -20,6 +21,7 @@ from offload.config import OffloadConfig
 from offload.layout import Chunk, Kind, ParamSpec, build_chunks
 from offload.rates import Rates
 from offload.schedule.mode_costs import Machine, Placement
+from offload.schedule.step_estimate import Arrival, Passes, estimate_step
 from tests.cli.test_model_shape import LLAMA, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3_MOE
 
 BF16 = Kind("bf16", "bf16")
@@ -86,6 +88,33 @@ def test_chunks_of_a_large_layer_are_cut_and_come_in_the_order_of_backward() -> 
     assert arrivals[-1].at == 1.0
     assert arrivals[-1].numel >= shape.embedding_numel  # the first registered, the last complete
     assert sum(arrival.numel for arrival in arrivals) == sum(chunk.numel for chunk in workload.parts)
+
+
+def test_a_tied_embedding_off_the_device_is_divided_and_ends_sooner() -> None:
+    """Both of its parts are complete when backward is; `exposed_s` is what they leave."""
+    shape = replace(shape_of_config(LLAMA), tied=True)
+    run = Run(shape, 16384, 16384)
+    rates, passes = Rates(4e9, 112e9, 48e9, 48e9, 48e9, 3.3e12), Passes(3.0, 9.0)
+    config = OffloadConfig(device_budget=1 << 30)
+    machine = Machine("cuda", None, 1 << 62, device_budget=1 << 30)
+    found = hybrid_estimate(run, config, machine, rates, passes)
+    parts = workload_of(run, config).parts
+    [(index, on_host)] = found.plan.divisions.items()
+    assert parts[index].first_param == 0
+    assert DIVIDED_NUMEL < shape.embedding_numel == parts[index].numel
+    assert "comes last and is divided" in found.words[1]
+    placements = first_placements(found.plan)
+    assert placements.count(Placement.STREAM) - 1 == found.plan.num_streamed
+    *_, host, streamed = arrivals_at(run, parts, placements, found.plan.divisions)
+    assert host == Arrival(on_host, 1.0, Placement.HOST)
+    assert streamed == Arrival(shape.embedding_numel - on_host, 1.0, Placement.STREAM)
+    assert found.step is not None
+    for side in (Placement.HOST, Placement.STREAM):
+        whole = [*placements]
+        whole[index] = side
+        workload = workload_of(run, config)
+        alone = estimate_step("hybrid", workload, rates, passes, arrivals_at(run, parts, whole))
+        assert found.step.exposed_s < 0.75 * alone.exposed_s
 
 
 def test_what_is_pinned_beyond_the_share_is_stepped_on_the_host_at_first() -> None:

@@ -71,11 +71,12 @@ def test_plan_from_a_config(tmp_path: Path) -> None:
     ]
     made = plan_json(str(tmp_path), *options)
     assert made["model"]["parameters"] == 4_022_468_096
-    assert made["recommended"] == "wavefront"
+    assert made["recommended"] == "hybrid"
     assert not made["modes"][0]["fits"]
     assert "resident lacks" in made["reason"]
     table = call("plan", str(tmp_path), *options)
-    assert "recommended: wavefront" in table
+    assert "recommended: hybrid" in table
+    assert "hybrid: misc.0 comes last and is divided" in table
     assert "4.02 G parameters" in table
 
 

@@ -105,6 +105,90 @@ def test_room_on_the_device_goes_to_what_backward_reaches_last() -> None:
     assert Placement.DEVICE not in place(CHUNKS, 0.5, EMBEDDING - 1)
 
 
+# Division
+
+DIVIDING = change(WORKLOAD, divide_numel=64 * MIB)
+NO_ROOM = change(GPU, device_budget=MAX_SLOTS * 48 * MIB)  # buffers, and no room for a chunk
+TILES = EMBEDDING // (4 * MIB)
+
+
+def test_a_large_last_chunk_is_divided_as_the_share_is() -> None:
+    made = plan("hybrid", DIVIDING, NO_ROOM, RATES)
+    assert made.stream_share is not None
+    assert list(made.divisions) == [NUM_LAYERS]
+    tiles, rest = divmod(made.divisions[NUM_LAYERS], 4 * MIB)
+    assert rest == 0
+    assert tiles == pytest.approx((1 - made.stream_share) * TILES, abs=0.5)
+    assert made.placements[-1] is Placement.STREAM
+    assert f"misc comes last and is divided: the host steps {tiles} of its {TILES} tiles while" in str(made)
+    on_device = plan("hybrid", DIVIDING, GPU, RATES)
+    assert on_device.placements[-1] is Placement.DEVICE
+    assert NUM_LAYERS not in on_device.divisions
+
+
+def test_with_room_for_the_last_chunk_the_one_before_it_is_last() -> None:
+    room = change(NO_ROOM, device_budget=NO_ROOM.device_budget + 13 * EMBEDDING)
+    assert list(plan("hybrid", DIVIDING, room, RATES).divisions) == [0]
+    large = change(DIVIDING, divide_numel=LAYER)
+    assert plan("hybrid", large, room, RATES).divisions == {}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"divide_numel": None},
+        {"divide_numel": EMBEDDING},
+        {"accumulates": True},
+        {"holds_gradients": True},
+        {"stream_share": 0.0},
+        {"stream_share": 1.0},
+        {"stream_share": 0.4 / TILES},  # less than half a tile
+        {"chunks": (*CHUNKS[:-1], CHUNKS[-1]._replace(num_params=2))},
+        {"chunks": (*CHUNKS[:-1], CHUNKS[-1]._replace(weight_bytes=4, grad_bytes=4))},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_is_not_divided(fields: dict[str, Any]) -> None:
+    made = plan("hybrid", change(DIVIDING, **fields), NO_ROOM, RATES)
+    assert made.divisions == {}
+    assert "divided" not in str(made)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_other_chunks_take_their_turns_without_it(share: float) -> None:
+    made = plan("hybrid", change(DIVIDING, stream_share=share), NO_ROOM)
+    assert made.placements[:-1] == place(CHUNKS[:-1], share, 0)
+    assert made.num_streamed == made.placements[:-1].count(Placement.STREAM)
+
+
+def test_all_state_of_a_divided_chunk_is_pinned() -> None:
+    made = plan("hybrid", change(DIVIDING, stream_share=0.25), NO_ROOM)
+    streamed = numel_of(made.placements, Placement.STREAM)
+    assert streamed > EMBEDDING
+    assert made.pinned_bytes == 12 * streamed + 9 * streamed // 1024 + 256 * MIB
+    stepped = numel_of(made.placements, Placement.HOST)
+    assert made.host_bytes == made.pinned_bytes + 12 * stepped + 2 * NUMEL
+    on_host = stepped + made.divisions[NUM_LAYERS]
+    assert f"{on_host / 1e6:.1f} M parameters: state on the host, stepped there" in str(made)
+
+
+def test_a_budget_that_leaves_no_room_to_pin_it_whole_leaves_it_undivided() -> None:
+    workload = change(DIVIDING, stream_share=0.05)
+    made = plan("hybrid", workload, NO_ROOM)
+    assert made.divisions
+    tight = plan("hybrid", workload, change(NO_ROOM, pinned_budget=made.pinned_bytes - 1))
+    assert tight.divisions == {}
+    assert tight.placements == place(CHUNKS, 0.05, 0)
+    spare = plan("hybrid", change(DIVIDING, rebalances=True), NO_ROOM, RATES)
+    less = plan(
+        "hybrid",
+        change(DIVIDING, rebalances=True),
+        change(NO_ROOM, pinned_budget=spare.pinned_bytes - 1),
+        RATES,
+    )
+    assert less.divisions == spare.divisions  # what is pinned to spare goes first
+
+
 # Amounts
 
 

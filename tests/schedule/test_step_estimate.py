@@ -61,6 +61,20 @@ def test_what_comes_last_is_exposed_whole() -> None:
     assert end == pytest.approx(50.0 + 3 * COPIED)
 
 
+def test_what_comes_last_and_is_divided_keeps_both_sides_busy() -> None:
+    """Two arrivals at one time: six tiles on the host, four streamed, beside each other."""
+    rates = make_rates(tile_s=1.0, link_s=0.2)
+
+    def exposed(*last: Arrival) -> float:
+        return finish_of_wavefront([Arrival(0, 0.1), *last], 50.0, make_workload(), rates) - 50.0
+
+    host, streamed = Arrival(6 * TILE_NUMEL, 1.0), Arrival(4 * TILE_NUMEL, 1.0, Placement.STREAM)
+    divided = exposed(host, streamed)
+    assert divided == pytest.approx(6 / BESIDE_LINK, rel=0.2)  # gradients queue behind state for a while
+    assert divided < 0.8 * exposed(Arrival(NUMEL, 1.0))
+    assert divided < 0.8 * exposed(Arrival(NUMEL, 1.0, Placement.STREAM))
+
+
 def test_a_slow_link_bounds_the_step() -> None:
     """Ten tiles in at 3 s each; the last one's kernel and its way out follow."""
     arrivals = [Arrival(NUMEL, 0.0)]
