@@ -6,6 +6,7 @@ The embedding of these models is tied to the head: one parameter of sixteen tile
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -561,6 +562,38 @@ def test_a_thread_of_its_own_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)
     use_lanes(monkeypatch, delay=random_delays(6))
     run(7)
+
+
+def test_both_sides_are_at_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each side's first tile of the chunk waits until the other side has begun with one of its own."""
+    monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)
+    begun = {side: threading.Event() for side in SIDES}
+    met: dict[str, bool] = {}
+    compute, work = StepTile.compute, Conveyor._work
+
+    def meet(side: str, other: str) -> None:
+        begun[side].set()
+        if side not in met:
+            met[side] = begun[other].wait(20.0)
+
+    def on_host(job: StepTile) -> None:
+        if job._plan.pieces[0].param == 0:
+            meet("host", "stream")
+        compute(job)
+
+    def on_device(conveyor: Conveyor, trip: Any, inside: Any) -> None:
+        if trip.tile.tile.pieces[0].param == 0:
+            meet("stream", "host")
+        work(conveyor, trip, inside)
+
+    model = make_model()
+    offload.cast_compute_weights(model)
+    with divided(model) as optimizer:
+        train(model, optimizer, batches(2))
+        monkeypatch.setattr(StepTile, "compute", on_host)
+        monkeypatch.setattr(Conveyor, "_work", on_device)
+        train(model, optimizer, batches(1))
+    assert met == {"host": True, "stream": True}
 
 
 @pytest.mark.parametrize("whole", [True, False])
