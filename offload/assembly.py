@@ -14,12 +14,13 @@ import torch
 
 from offload.agreement import Ranks
 from offload.config import OffloadConfig
+from offload.construction import Construction
 from offload.distributed import local_shard
 from offload.errors import ConfigError, KernelError, ParameterError
 from offload.kernels.rule import KernelRule
 from offload.options import EARLY_MODES, STREAM_MODES, Options
 from offload.parameters import ParamRecord
-from offload.parts import Parts, make_backend, make_hybrid_updater, make_updater
+from offload.parts import Parts, make_backend, make_hybrid_updater, make_slab_maker, make_updater
 from offload.planning import element_bytes, make_plan
 from offload.report import StageClock
 from offload.schedule.backlog import RUN_AHEAD
@@ -64,9 +65,16 @@ DIVIDED_NUMEL = 2 * HYBRID_CHUNK_NUMEL
 
 
 def assemble(
-    rule: KernelRule, records: Sequence[ParamRecord], masters: Mapping[int, torch.Tensor], options: Options
+    rule: KernelRule,
+    records: Sequence[ParamRecord],
+    masters: Mapping[int, torch.Tensor],
+    options: Options,
+    construction: Construction,
 ) -> tuple[Engine, Plan]:
     """An engine over `records`, ready for the first backward. On an error nothing is left behind.
+
+    Args:
+        construction: times what takes long.
 
     Raises:
         ParameterError: the parameters lie on several devices.
@@ -75,10 +83,16 @@ def assemble(
     device = _common_device(records)
     _check_backend(options)
     made = make_plan(
-        rule, records, options, device, part_numel=HYBRID_CHUNK_NUMEL, divide_numel=DIVIDED_NUMEL
+        rule,
+        records,
+        options,
+        device,
+        part_numel=HYBRID_CHUNK_NUMEL,
+        divide_numel=DIVIDED_NUMEL,
+        stage=construction.stage,
     )
     logger.info("%s", made)
-    policy, clock = _make_policy(made, options), StageClock()
+    policy, clock = _make_policy(made, options), StageClock(construction)
     worker = Worker(
         "offload-worker",
         depth=options.backlog_tiles,
@@ -87,7 +101,9 @@ def assemble(
     )
     engine: Engine | None = None
     try:
-        engine = _make_engine(Parts(made, device, rule, records, options, worker, clock), policy)
+        engine = _make_engine(
+            Parts(made, device, rule, records, options, worker, clock, masters.keys()), policy
+        )
         engine.add(records, masters)
         if path := os.environ.get(VARIABLE):
             engine.begin_trace(Trace(path, device=device, numbered=True, asked_by=VARIABLE))
@@ -203,6 +219,7 @@ def _make_host_stepper(parts: Parts, budget: Budget) -> HostStepper:
     kinds = parts.kinds
     return HostStepper(
         transport=_watched_transport(parts),
+        slabs=make_slab_maker(parts, budget),
         backend=make_backend(parts, budget, kinds),
         worker=parts.worker,
         config=parts.config,
@@ -231,7 +248,12 @@ def _make_device_stepper(parts: Parts, updater: Updater, *, marks: bool = False)
 def _make_stream_stepper(parts: Parts, budget: Budget) -> StreamStepper:
     """Only chunked-stream has streams: its copies and its updates run on three of their own."""
     mode, config, on_gpu = parts.made.mode, parts.config, parts.on_gpu
-    updater = make_updater(parts, own_masters=True) if on_gpu else HostUpdater(make_backend(parts, budget))
+    updater: Updater
+    if on_gpu:
+        updater = make_updater(parts, own_masters=True)
+    else:
+        updater = HostUpdater(make_backend(parts, budget))
+        parts.worker.call(updater.start)
     overlaps = mode == "chunked-stream"
     transport = (
         _watched_transport(parts)
@@ -241,6 +263,7 @@ def _make_stream_stepper(parts: Parts, budget: Budget) -> StreamStepper:
     number = NUM_SLOTS if overlaps else 1
     return StreamStepper(
         transport=transport,
+        slabs=make_slab_maker(parts, budget),
         slots=FreshSlots(transport) if mode == "all-at-once" else FixedSlots(transport, number),
         updater=updater,
         worker=parts.worker,
@@ -269,8 +292,8 @@ def _make_hybrid_stepper(parts: Parts, budget: Budget) -> HybridStepper:
             issuer = _make_issuer(parts)
             updater = make_hybrid_updater(parts)
         else:
-            updater = HostUpdater(host.backend, starts=False)
-        stream = _make_hybrid_stream(parts, updater, issuer)
+            updater = HostUpdater(host.backend)  # which the host's stepper starts
+        stream = _make_hybrid_stream(parts, budget, updater, issuer)
     except BaseException as error:
         host.close()
         if issuer is not None:
@@ -316,10 +339,13 @@ def _make_issuer(parts: Parts) -> Worker:
     return Worker("offload-stream", depth=jobs, timeout_s=parts.config.timeout_s)
 
 
-def _make_hybrid_stream(parts: Parts, updater: Updater, issuer: Worker | None) -> StreamStepper:
+def _make_hybrid_stream(
+    parts: Parts, budget: Budget, updater: Updater, issuer: Worker | None
+) -> StreamStepper:
     transport, num_slots = _watched_transport(parts), parts.made.num_slots or NUM_SLOTS
     return StreamStepper(
         transport=transport,
+        slabs=make_slab_maker(parts, budget),
         slots=FixedSlots(transport, num_slots),
         updater=updater,
         worker=parts.worker,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from offload.assembly import assemble
 from offload.checkpoint import IncomingState, export_state, read_state, rounds_to
+from offload.construction import Construction
 from offload.distributed import local_shard
 from offload.errors import CheckpointError, ClosedError, ConfigError, ParameterError, StateError
 from offload.kernels.rule import KernelRule
@@ -71,8 +72,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             model: its forward raises while weights of a half-done step are there, and waits for its weights with
                 ``options.overlap_forward``; None: nobody looks.
         """
-        with torch.inference_mode(False):  # state made inside could never be written outside
+        with torch.inference_mode(False), Construction() as self._construction:
+            # Not in inference mode: state that is made inside could never be written outside.
             self._build(list(params), defaults, rule, check_group, masters, options)
+        self._construction.log(sum(record.numel for record in self._records.values()))
         self._model_watch = (
             None if model is None else ModelWatch(model, _weakly(weakref.WeakMethod(self._before_forward)))
         )
@@ -106,7 +109,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         given = self._given_masters(records)
         if masters and not given:
             self._refuse_lost_masters(records)
-        engine, self._plan = assemble(rule, records, given, options)
+        engine, self._plan = assemble(rule, records, given, options, self._construction)
         # Copied, so the caller may drop them; those of frozen parameters wait for the day when these are trained.
         self._masters = masters.without([record.param for record in records]) if masters is not None else None
         self._engine = engine
@@ -236,6 +239,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def plan(self) -> Plan:
         """The chosen mode, its memory, and why; of a hybrid, with chunks where they are stepped by now."""
         return self._plan if self._engine is None else self._plan.as_stepped(self._engine.views.placements)
+
+    @property
+    def construction(self) -> dict[str, float]:
+        """Seconds that the constructor took: ``"total"``, and by stage. Stages overlap; ``"other"`` is when none ran."""
+        return {"total": self._construction.total_s, **self._construction.seconds}
 
     @property
     def host_bytes(self) -> int:

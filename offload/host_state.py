@@ -12,7 +12,7 @@ step is exchanging the two (`ChunkState.flip`), rolling it back is not doing so;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,8 @@ from offload.kernels.blocks import make_blocks
 from offload.kernels.rounding import with_counters
 from offload.kernels.rule import Rule, StoredArray
 from offload.layout import ALIGN, Chunk, Tile
-from offload.transfer.pinned import Slab, allocate
+from offload.transfer.pinned import Slab
+from offload.transfer.slabs import SlabMaker, Wanted, close_all
 
 __all__ = [
     "ChunkState",
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-Touch = Callable[[Array], None]
 Counters = Mapping[int, tuple[int, int]]
 """By parameter index, the key of its random bits and the index of its first element in the whole parameter."""
 
@@ -162,11 +162,11 @@ class ChunkState:
 
 
 class HostState:
-    """Masters and moments of all chunks, zero-filled by `touch` (which decides on what NUMA node pages lie)."""
+    """Masters and moments of all chunks, all zero at first."""
 
-    def __init__(self, rule: Rule, touch: Touch) -> None:
+    def __init__(self, rule: Rule, slabs: SlabMaker) -> None:
         self.rule = rule
-        self._touch = touch
+        self._maker = slabs
         self._slabs: list[Slab] = []
         self.chunks: dict[int, ChunkState] = {}
 
@@ -175,39 +175,37 @@ class HostState:
         """Bytes mapped for state."""
         return sum(slab.num_bytes for slab in self._slabs)
 
-    def add(self, chunks: Sequence[Chunk], counters: Counters | None = None) -> None:
-        """Allocate the state of `chunks`. On an error nothing of it stays."""
-        for chunk, (master, *moments) in zip(chunks, self._allocate(chunks, ""), strict=True):
+    def add(
+        self, chunks: Sequence[Chunk], counters: Counters | None = None, *, shadowed: Sequence[Chunk] = ()
+    ) -> None:
+        """Allocate the state of `chunks`, and a second set of arrays for `shadowed`. On an error nothing stays."""
+        slabs = self._maker.make_all([*self._wanted(chunks, ""), *self._wanted(shadowed, "shadow of ")])
+        self._slabs += slabs
+        number = len(self._arrays)
+        for chunk, (master, *moments) in zip(chunks, self._cut(chunks, slabs[:number]), strict=True):
             self.chunks[chunk.index] = ChunkState(chunk, master, tuple(moments), counters)
+        for chunk, (master, *moments) in zip(shadowed, self._cut(shadowed, slabs[number:]), strict=True):
+            self.chunks[chunk.index].add_shadow(master, tuple(moments))
 
     def bytes_of(self, chunk: Chunk) -> int:
         """Of one set of the chunk's arrays."""
         return sum(array.num_bytes(chunk.numel) for array in self._arrays)
 
-    def add_shadows(self, chunks: Sequence[Chunk]) -> None:
-        """Allocate a second set of arrays for `chunks`. On an error nothing of it stays."""
-        for chunk, (master, *moments) in zip(chunks, self._allocate(chunks, "shadow of "), strict=True):
-            self.chunks[chunk.index].add_shadow(master, tuple(moments))
-
-    def _allocate(self, chunks: Sequence[Chunk], prefix: str) -> list[list[torch.Tensor]]:
-        """For each chunk its master and moments, cut from new slabs."""
+    def _wanted(self, chunks: Sequence[Chunk], prefix: str) -> list[Wanted]:
+        """A slab for each kind of array of all `chunks`; none for no chunks."""
         total = sum(chunk.numel for chunk in chunks)
-        slabs: list[Slab] = []
-        try:
-            slabs.extend(
-                _slab(array.num_bytes(total), prefix + array.name, self._touch) for array in self._arrays
-            )
-        except BaseException:
-            _close(slabs)
-            raise
-        self._slabs += slabs
-        starts = _starts(chunks)
+        return [
+            Wanted(max(array.num_bytes(total), 1), prefix + array.name) for array in self._arrays if chunks
+        ]
+
+    def _cut(self, chunks: Sequence[Chunk], slabs: Sequence[Slab]) -> list[list[torch.Tensor]]:
+        """For each chunk its master and moments."""
         return [
             [
                 slab.tensor(TORCH_DTYPES[array.dtype], array.num_bytes(start), chunk.numel // array.per)
                 for slab, array in zip(slabs, self._arrays, strict=True)
             ]
-            for chunk, start in zip(chunks, starts, strict=True)
+            for chunk, start in zip(chunks, _starts(chunks), strict=True)
         ]
 
     @property
@@ -227,7 +225,7 @@ class HostState:
     def close(self) -> None:
         """Unmap everything; views that are still out keep their memory."""
         self.chunks.clear()
-        _close(self._slabs)
+        close_all(self._slabs)
 
 
 class Held(NamedTuple):
@@ -246,8 +244,8 @@ class HostGradients:
     between steps.
     """
 
-    def __init__(self, touch: Touch) -> None:
-        self._touch = touch
+    def __init__(self, slabs: SlabMaker) -> None:
+        self._maker = slabs
         self._reserved: list[Slab] = []
         self._held: dict[int, tuple[Slab | None, Held]] = {}
         self._accumulated: dict[int, tuple[Slab, Array]] = {}
@@ -257,26 +255,15 @@ class HostGradients:
         """Bytes mapped for gradients."""
         return sum(slab.num_bytes for slab in self._slabs())
 
-    def reserve(self, chunks: Sequence[Chunk], *, pin_for: torch.device | None) -> None:
-        """Map the gradients of `chunks` for good.
-
-        Args:
-            pin_for: the device that copies into them; None: the host does.
-        """
+    def reserve(self, chunks: Sequence[Chunk]) -> None:
+        """Map the gradients of `chunks` for good, pinned where a device copies into them."""
         starts, total = [], 0
         for chunk in chunks:
             starts.append(total)
             total += chunk.numel * chunk.kind.grad_bytes  # a multiple of ALIGN elements: all stay aligned
-        slab = allocate(
-            max(total, 1),
-            name="gradients",
-            pin=pin_for is not None,
-            fallback_pageable=True,
-            touch=self._touch,
-            device=pin_for,
-        )
+        slab = self._maker.make(max(total, 1), "gradients", pin=True)
         self._reserved.append(slab)
-        direct = slab.pinned or pin_for is None
+        direct = slab.pinned or self._maker.device is None
         for chunk, start in zip(chunks, starts, strict=True):
             self._held[chunk.index] = (None, _held_in(slab, chunk, start, direct=direct))
 
@@ -296,7 +283,7 @@ class HostGradients:
         """The chunk's FP32 accumulator, ``[chunk.numel]``."""
         entry = self._accumulated.get(chunk.index)
         if entry is None:
-            slab = _slab(4 * chunk.numel, f"accumulator of {chunk.name}", self._touch)
+            slab = self._maker.make(max(4 * chunk.numel, 1), f"accumulator of {chunk.name}")
             entry = self._accumulated[chunk.index] = (slab, slab.array(np.float32, 0, chunk.numel))
         return entry[1]
 
@@ -310,7 +297,7 @@ class HostGradients:
 
     def close(self) -> None:
         """Unmap everything."""
-        _close(self._slabs())
+        close_all(self._slabs())
         self._reserved.clear()
         self._held.clear()
         self._accumulated.clear()
@@ -320,13 +307,8 @@ class HostGradients:
         return self._reserved + held + [slab for slab, _ in self._accumulated.values()]
 
     def _map_held(self, chunk: Chunk) -> tuple[Slab, Held]:
-        slab = allocate(
-            max(chunk.numel * chunk.kind.grad_bytes, 1),
-            name=f"gradients of {chunk.name}",
-            pin=False,
-            fallback_pageable=True,
-            touch=self._touch,
-        )
+        num_bytes = max(chunk.numel * chunk.kind.grad_bytes, 1)
+        slab = self._maker.make(num_bytes, f"gradients of {chunk.name}")
         return slab, _held_in(slab, chunk, 0, direct=False)
 
 
@@ -337,10 +319,6 @@ def _held_in(slab: Slab, chunk: Chunk, start: int, *, direct: bool) -> Held:
         slab.tensor(torch_dtype(grad), start, chunk.numel),
         direct,
     )
-
-
-def _slab(num_bytes: int, name: str, touch: Touch) -> Slab:
-    return allocate(max(num_bytes, 1), name=name, pin=False, fallback_pageable=True, touch=touch)
 
 
 def _origins(tile: Tile, counters: Counters) -> dict[int, tuple[int, int]]:
@@ -358,9 +336,3 @@ def _starts(chunks: Sequence[Chunk]) -> list[int]:
         starts.append(start)
         start += chunk.numel
     return starts
-
-
-def _close(slabs: list[Slab]) -> None:
-    for slab in slabs:
-        slab.close()
-    slabs.clear()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from offload.config import OffloadConfig
+from offload.construction import DEVICE_KERNELS
 from offload.kernels.backend import Backend, Variant
 from offload.kernels.numba_backend import NumbaBackend
 from offload.kernels.rule import KernelRule
@@ -19,9 +21,10 @@ from offload.report import StageClock
 from offload.schedule.plan import Plan
 from offload.schedule.updater import DeviceUpdater, Updater, make_device_updater
 from offload.schedule.worker import Worker
-from offload.threads import Budget
+from offload.threads import Budget, bind_current_thread
+from offload.transfer.slabs import SlabMaker
 
-__all__ = ["Parts", "make_backend", "make_hybrid_updater", "make_updater"]
+__all__ = ["Parts", "make_backend", "make_hybrid_updater", "make_slab_maker", "make_updater"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Parts:
     options: Options
     worker: Worker
     clock: StageClock
+    given: Collection[int] = ()
+    """Indices of the parameters whose masters are given."""
 
     @property
     def config(self) -> OffloadConfig:
@@ -53,6 +58,10 @@ class Parts:
     def kinds(self) -> set[Kind]:
         """Of all parameters."""
         return {record.kind for record in self.records}
+
+    def weights(self, *, given: bool) -> set[str]:
+        """Dtypes of the weights whose masters are given, or are not."""
+        return {record.kind.weight for record in self.records if (record.index in self.given) is given}
 
     @property
     def speculates(self) -> bool:
@@ -71,6 +80,21 @@ def make_backend(parts: Parts, budget: Budget, kinds: Collection[Kind] = ()) -> 
         flush_denormals=options.flush_denormals,
         variants=_variants(kinds, options, speculates=parts.speculates),
         cache_dir=options.config.kernel_cache_dir,
+        measures=options.needs_norm_first,
+        loads=parts.weights(given=False) if kinds else (),
+        checks=parts.weights(given=True) if kinds else (),
+        stage=parts.clock.construction.stage,
+    )
+
+
+def make_slab_maker(parts: Parts, budget: Budget) -> SlabMaker:
+    """Memory of the host, touched by as many threads as the kernels have, on the same CPUs."""
+    return SlabMaker(
+        num_threads=budget.num_threads,
+        bind=partial(bind_current_thread, budget.cpus),
+        device=parts.device if parts.on_gpu else None,
+        timeout_s=parts.config.timeout_s,
+        stage=parts.clock.construction.stage,
     )
 
 
@@ -83,9 +107,10 @@ def make_updater(parts: Parts, *, own_masters: bool = False) -> Updater:
     variants = _variants(parts.kinds, parts.options)
     if own_masters:
         variants = _with_own_masters(variants)
-    return make_device_updater(
-        parts.device, parts.rule, flush_denormals=parts.options.flush_denormals, variants=variants
-    )
+    with parts.clock.construction.stage(DEVICE_KERNELS):
+        return make_device_updater(
+            parts.device, parts.rule, flush_denormals=parts.options.flush_denormals, variants=variants
+        )
 
 
 def make_hybrid_updater(parts: Parts) -> Updater:
@@ -101,7 +126,8 @@ def make_hybrid_updater(parts: Parts) -> Updater:
         flush_denormals=parts.options.flush_denormals,
         variants=list(dict.fromkeys([*variants, *_with_own_masters(variants)])),
     )
-    updater.start()
+    with parts.clock.construction.stage(DEVICE_KERNELS):
+        updater.start()
     return updater
 
 

@@ -9,6 +9,7 @@ import torch
 
 from offload import rates
 from offload.config import OffloadConfig
+from offload.construction import RATES, Stage, no_stage
 from offload.kernels.device import is_available
 from offload.kernels.rule import KernelRule
 from offload.layout import Chunk, Kind, build_chunks
@@ -34,12 +35,14 @@ def make_plan(
     *,
     part_numel: int,
     divide_numel: int,
+    stage: Stage = no_stage,
 ) -> Plan:
     """The plan for `records`. Rates are measured only where the choice depends on them.
 
     Args:
         part_numel: elements of a hybrid's chunks, at most.
         divide_numel: elements beyond which one of them may be divided between host and link.
+        stage: told when rates are being measured.
 
     Raises:
         MemoryBudgetError: no mode that was asked for fits.
@@ -50,7 +53,9 @@ def make_plan(
         threads = configure_cpu_optimizer_threads(
             num_threads=options.config.threads, numa_bind=options.config.numa_bind, device=device
         ).num_threads
-        return plan(options.mode, workload, machine, rates.measured(device, threads))
+        with stage(RATES):
+            measured = rates.measured(device, threads)
+        return plan(options.mode, workload, machine, measured)
     return plan(options.mode, workload, machine, rates.known(device))
 
 

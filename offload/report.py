@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+from offload.construction import Construction
 from offload.trace import Trace
 from offload.transfer.cuda import CudaTransport
 from offload.transfer.inline import InlineTransport
@@ -95,9 +96,13 @@ class StageClock:
     """Seconds and counts by stage, from any thread; `take` is called when the step's threads are idle.
 
     While there is a `trace` it gets each stage, and what is of interest there alone: `span`, `follow`.
+
+    Args:
+        construction: times the stages before the first step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, construction: Construction | None = None) -> None:
+        self.construction = construction or Construction()
         self._trace: Trace | None = None
         self._timed: list[CudaTransport | InlineTransport] = []
         self._lock = threading.Lock()

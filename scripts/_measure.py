@@ -60,6 +60,15 @@ def host_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+def huge_page_bytes() -> int | None:
+    """Of this process's memory, what lies on huge pages; None where the system does not say."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+
+
 def peak_host_bytes() -> int | None:
     """Largest resident set so far; None where the platform does not say."""
     try:

@@ -14,7 +14,15 @@ import _environment
 import _resume
 import torch
 from _growth import Memory, growth, is_sampled
-from _measure import PhaseClock, device_bytes, host_bytes, peak_host_bytes, stage_medians, synchronize
+from _measure import (
+    PhaseClock,
+    device_bytes,
+    host_bytes,
+    huge_page_bytes,
+    peak_host_bytes,
+    stage_medians,
+    synchronize,
+)
 from _models import LanguageModel, build_model, implementation_of, num_parameters
 from _optimizers import (
     BASELINE,
@@ -55,6 +63,9 @@ def measure_mode(args: argparse.Namespace, world: World) -> dict[str, Any]:
         "implementation": implementation_of(model),
         "setup_s": ended - started,
         "construction_s": ended - constructing,
+        "construction": getattr(optimizer, "construction", None),  # seconds by stage
+        "host_bytes_built": host_bytes(),
+        "huge_page_bytes": huge_page_bytes(),
         "environment": _environment.describe(device),
         "threads": threads,
         "update": update_seconds(args.worker, optimizer, rates, config, parse_assignments(args.optimizer)),
@@ -81,7 +92,9 @@ def measure_mode(args: argparse.Namespace, world: World) -> dict[str, Any]:
         optimizer = build_optimizer(args, model)
         exact = args.deterministic or device.type == "cpu"
         result["checkpoint"] = _resume.load_and_compare(saved, model, optimizer, batch, world, exact=exact)
+    closing = time.perf_counter()
     optimizer.close()
+    result["close_s"] = time.perf_counter() - closing
     return result
 
 

@@ -70,6 +70,7 @@ def print_tables(result: dict[str, Any]) -> None:
     print(format_table(headers, [table_row(run) for run in done]))
     print_rooflines([run for run in done if "exposed_s" in run])
     print_machine(result)
+    print_construction(result)
     print_beside(result, done)
     print_threads(result["threads"])
     for mode, check in result["checkpoints"].items():
@@ -145,6 +146,28 @@ def print_machine(result: dict[str, Any]) -> None:
         columns = [f"{words} {when}" for words in RATES.values() for when in ("before", "after")]
         print("\nThe machine before and after each mode's steps, and the optimizer's construction:\n")
         print(format_table(("mode", *columns, "construction s", "s per G"), rows))
+
+
+def print_construction(result: dict[str, Any]) -> None:
+    """Where the time went while each optimizer was made; stages overlap."""
+    built = result["construction"]
+    stages = list(dict.fromkeys(stage for each in built.values() for stage in each["stages"]))
+    rows = [
+        [
+            mode,
+            *(f"{each['stages'][stage]:.2f}" if stage in each["stages"] else "-" for stage in stages),
+            "-" if each["close_s"] is None else f"{each['close_s']:.2f}",
+            "-" if each["huge_page_bytes"] is None else f"{each['huge_page_bytes'] / 2**30:.1f}",
+            f"{each['host_bytes_built'] / 2**30:.1f}",
+        ]
+        for mode, each in built.items()
+    ]
+    if rows:
+        print(
+            "\nThe optimizer's construction in seconds, by stage (they overlap), and the process's memory after it:\n"
+        )
+        headers = ("mode", *stages, "close", "GiB on huge pages", "of GiB")
+        print(format_table(headers, rows))
 
 
 def print_losses(length: int, runs: list[dict[str, Any]]) -> None:

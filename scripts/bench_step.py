@@ -134,6 +134,14 @@ def summarize(
         "config": parse_assignments(args.config),
         "setup_s": {mode["mode"]: mode.get("setup_s") for mode in modes},
         "construction_s": {mode["mode"]: mode.get("construction_s") for mode in modes},
+        "construction": {
+            mode["mode"]: {
+                "stages": mode["construction"],
+                **{name: mode.get(name) for name in ("host_bytes_built", "huge_page_bytes", "close_s")},
+            }
+            for mode in modes
+            if mode.get("construction")
+        },
         "rates": {
             mode["mode"]: {"before": mode["update"]["rates"], "after": mode["rates_after"]}
             for mode in modes

@@ -70,6 +70,10 @@ def test_bench_step_compares_modes(tmp_path: Path) -> None:
         "wavefront-32.json",
     }
     assert result["construction_s"]["wavefront"] > 0
+    built = result["construction"]["wavefront"]
+    assert 0 < built["stages"]["compile"] <= built["stages"]["total"] <= result["construction_s"]["wavefront"]
+    assert built["close_s"] > 0
+    assert result["construction"].keys() == {"wavefront"}
     assert result["config"] == {"tile_numel": 4096, "ring_slots": 2}
     assert [(run["mode"], run["seq"]) for run in result["runs"]] == [
         ("resident", 16), ("resident", 32), ("wavefront", 16), ("wavefront", 32),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from offload.construction import COMPILE, Stage, no_stage
 from offload.errors import ClosedError
 from offload.kernels.accumulate import accumulate_next, expand, fill_zero, round_weights
 from offload.kernels.backend import TileArrays, Variant
@@ -31,7 +32,9 @@ class NumbaBackend:
     """`Backend` on this package's kernels; see `offload.kernels.adamw` for the bits.
 
     ``variants`` are compiled by ``start`` (about a second each, less with a cache), and no others later. ``cache_dir``
-    keeps compiled kernels between processes; a folder that cannot be written is logged and not used.
+    keeps compiled kernels between processes; a folder that cannot be written is logged and not used. ``measures``: whether
+    `square_sums` will be called. ``loads``, ``checks``: dtypes of weights from which masters are taken, or with which they
+    are compared, straight after ``start``. ``stage``: told when something is being compiled.
     """
 
     name = "numba"
@@ -44,6 +47,10 @@ class NumbaBackend:
         flush_denormals: bool = True,
         variants: Collection[Variant] = (Variant(),),
         cache_dir: str | os.PathLike[str] | None = None,
+        measures: bool = True,
+        loads: Collection[str] = (),
+        checks: Collection[str] = (),
+        stage: Stage = no_stage,
     ) -> None:
         self.rule = rule
         self.flush_denormals = bool(flush_denormals)
@@ -51,6 +58,7 @@ class NumbaBackend:
         self._num_threads = num_threads
         self._cache_dir = cache_dir
         self._cache: Path | None = None
+        self._measures, self._loads, self._checks, self._stage = measures, loads, checks, stage
         self._team: Team | None = None
 
     @property
@@ -69,6 +77,8 @@ class NumbaBackend:
             self._cache = cache_folder(self._cache_dir, parallel=team.parallel)
         for variant in self.variants:
             self.prepare(variant)
+        for kernel, arrays in self._first_calls():
+            self._prepare_elementwise(kernel, arrays)
         logger.info("numba backend: %s team of %d threads, %s", team.name, team.num_threads, self.variants)
 
     def prepare(self, variant: Variant) -> None:
@@ -128,18 +138,30 @@ class NumbaBackend:
 
         Some are only needed at construction: compiled when first used.
         """
-        if not kernel.is_compiled(arrays, parallel=self.team.parallel):
-            self._compile(kernel, arrays, None)
+        self._prepare_elementwise(kernel, arrays)
         self.team.run(kernel, _num_blocks(arrays[-1].size if numel is None else numel), arrays)
 
+    def _prepare_elementwise(self, kernel: Kernel, arrays: tuple[Any, ...]) -> None:
+        if not kernel.is_compiled(arrays, parallel=self.team.parallel):
+            self._compile(kernel, arrays, None)
+
     def _compile(self, kernel: Kernel, arguments: tuple[Any, ...], cache: Path | None) -> None:
-        kernel.compile(arguments, parallel=self.team.parallel, cache=cache)
+        with self._stage(COMPILE):
+            kernel.compile(arguments, parallel=self.team.parallel, cache=cache)
 
     def _update_arguments(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> tuple[Any, ...]:
         state = (tile.master, *tile.moments)
         new_state = tile.new_state or (None,) * len(state)
         arrays = (tile.grad, tile.acc, *state, *new_state, tile.weight)
         return (*arrays, tile.sums, tile.nonfinite, tile.blocks, rows, select, self.flush_denormals)
+
+    def _first_calls(self) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+        """Those that fill masters or look at them, at construction."""
+        master = np.zeros(NORM_BLOCK, np.float32)
+        for kernel, dtypes in ((expand, self._loads), (round_weights, self._checks)):
+            for dtype in sorted(set(dtypes)):
+                weight = np.zeros(NORM_BLOCK, DTYPES[dtype])
+                yield kernel, (weight, master) if kernel is expand else (master, weight)
 
     def _hot_calls(self, variant: Variant) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
         """The calls that may happen inside backward, with arguments of the right types."""
@@ -148,10 +170,9 @@ class NumbaBackend:
         sums, nonfinite = np.zeros(1), np.zeros(1, np.uint8)
         tile = _example_tile(variant, self.rule)
         yield self.rule.kernel, self._update_arguments(tile, rows, select)
-        yield (
-            square_sums_of_tile,
-            (tile.grad, tile.acc, sums, nonfinite, tile.blocks, select, self.flush_denormals),
-        )
+        if self._measures:
+            arguments = (tile.grad, tile.acc, sums, nonfinite, tile.blocks, select, self.flush_denormals)
+            yield square_sums_of_tile, arguments
         if tile.acc is not None:
             yield expand, (tile.grad, tile.acc)
             yield accumulate_next, (tile.grad, tile.acc, self.flush_denormals)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.construction import MASTERS
 from offload.kernels.device import TileTensors
 from offload.kernels.rule import Rule
 from offload.layout import ALIGN, Chunk, Span
@@ -123,9 +124,11 @@ class DeviceStepper:
             for span in chunk.spans:
                 self._params[span.param] = self._make(records[span.param], chunk.index, span, state, sums)
         mine = [self._params[span.param] for chunk in chunks for span in chunk.spans]
-        for resident in mine:
-            self._set_master(resident, masters.get(resident.record.index))
-        self.finish()  # backward may run on another stream than the one that made this
+        with self._clock.construction.stage(MASTERS):
+            for resident in mine:
+                self._set_master(resident, masters.get(resident.record.index))
+            if self._on_gpu:  # backward may run on another stream than the one that made this
+                self.finish()
 
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """See `Stepper.state`."""

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from offload.config import OffloadConfig
-from offload.errors import ParameterError
+from offload.construction import MASTERS
+from offload.errors import OffloadError, ParameterError
 from offload.host_state import ChunkState, Counters, HostGradients, HostState
 from offload.kernels.backend import Backend, Variant
 from offload.layout import Chunk, Piece, Span
@@ -42,8 +43,9 @@ from offload.schedule.pipeline import Arrival, Launch, Pipeline, TilePlan
 from offload.schedule.reduced_state import counters_of, stored_parts
 from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.worker import Call, Job, Worker
-from offload.transfer.pinned import Slab, allocate
+from offload.transfer.pinned import Slab
 from offload.transfer.ring import Ring
+from offload.transfer.slabs import SlabMaker, Wanted, close_all
 from offload.transfer.transport import Ready, Signal, Transport
 
 __all__ = ["HostStepper"]
@@ -56,7 +58,8 @@ class HostStepper:
 
     Args:
         transport: moves bytes between the parameters' device and the rings; closed with the stepper.
-        backend: computes; started on the worker's thread.
+        slabs: makes memory for state, gradients and rings.
+        backend: computes; started on the worker's thread, where it compiles while memory is made ready here.
         config: tile size, ring, deadlines.
         fused_sums: see `Stepper`.
         element_bytes: bytes of the widest gradient or weight element: what a slot must hold ``tile_numel`` of.
@@ -70,6 +73,7 @@ class HostStepper:
         self,
         *,
         transport: Transport,
+        slabs: SlabMaker,
         backend: Backend,
         worker: Worker,
         config: OffloadConfig,
@@ -87,17 +91,22 @@ class HostStepper:
         self._fused_sums = fused_sums
         self._config, self._element_bytes = config, element_bytes
         self._prepared: set[Variant] = set()
-        self._state = HostState(backend.rule, backend.fill_zero)
-        self._gradients = HostGradients(backend.fill_zero)
+        self._slabs = slabs
+        self._state = HostState(backend.rule, slabs)
+        self._gradients = HostGradients(slabs)
         self._records: dict[int, ParamRecord] = {}
         self._plans: list[TilePlan] = []
         self._places: dict[int, list[tuple[TilePlan, Piece]]] = {}
         self._spans: dict[int, tuple[int, Span]] = {}
         self._rings: list[Slab] = []
+        self._is_started = False
+        self._refusal: OffloadError | None = None
         self._reset_books()
         try:
             worker.call(transport.attach_thread, on_copier=True)
-            self._pipe = worker.call(lambda: self._make_pipeline(config, element_bytes))
+            worker.call(transport.attach_thread)
+            worker.submit(Call(self._start_backend))
+            self._pipe = Pipeline(transport, backend, *self._make_rings(config, element_bytes), clock)
         except BaseException:
             self._release_memory()
             transport.close()
@@ -115,31 +124,30 @@ class HostStepper:
     ) -> None:
         """See `Stepper.add_chunks`."""
         self._fit_rings(chunks)
-        counters = counters_of(records) if self.rule.is_reduced else None
-        self._worker.call(lambda: self._allocate(chunks, counters))
+        self._allocate(chunks, counters_of(records) if self.rule.is_reduced else None)
         for chunk in chunks:
             self._register(chunk, records)
         mine = [records[span.param] for chunk in chunks for span in chunk.spans]
         given = [record for record in mine if record.index in masters]
-        for record in given:
-            record.local(self.state(record)["master"]).copy_(masters[record.index])
-        self._load([record for record in mine if record.index not in masters])
-        self._check(given)
+        with self._clock.construction.stage(MASTERS):
+            for record in given:
+                record.local(self.state(record)["master"]).copy_(masters[record.index])
+        self.wait_started()
+        with self._clock.construction.stage(MASTERS):
+            self._load([record for record in mine if record.index not in masters])
+            self._check(given)
 
     def _allocate(self, chunks: Sequence[Chunk], counters: Counters | None) -> None:
-        """On the worker, whose team touches the memory."""
-        self._state.add(chunks, counters)
-        shadowed = []
+        shadowed, left = [], self._shadow_bytes
         for chunk in chunks:
             num_bytes = self._state.bytes_of(chunk)
-            if num_bytes <= self._shadow_bytes:
-                self._shadow_bytes -= num_bytes
+            if num_bytes <= left:
+                left -= num_bytes
                 shadowed.append(chunk)
-        if shadowed:
-            self._state.add_shadows(shadowed)
+        self._state.add(chunks, counters, shadowed=shadowed)
+        self._shadow_bytes = left
         if self._pin_gradients:
-            on_cuda = self._transport.device.type == "cuda"
-            self._gradients.reserve(chunks, pin_for=self._transport.device if on_cuda else None)
+            self._gradients.reserve(chunks)
 
     def adopt_chunks(
         self,
@@ -395,9 +403,7 @@ class HostStepper:
     def _release_memory(self) -> None:
         self._gradients.close()
         self._state.close()
-        for slab in self._rings:
-            slab.close()
-        self._rings.clear()
+        close_all(self._rings)
 
     def _chunk_of(self, record: ParamRecord) -> ChunkState:
         return self._state.chunks[self._spans[record.index][0]]
@@ -546,29 +552,35 @@ class HostStepper:
     def _now(self, records: Sequence[ParamRecord]) -> list[Ready]:
         return [self._transport.record_ready()] if records else []
 
-    def _make_pipeline(self, config: OffloadConfig, element_bytes: int) -> Pipeline:
-        """On the worker's thread: start the backend, whose team inherits what the worker set, then make the rings."""
-        self._transport.attach_thread()
-        self._backend.start()
-        return Pipeline(self._transport, self._backend, *self._make_rings(config, element_bytes), self._clock)
+    def _start_backend(self) -> None:
+        """On the worker's thread, whose team inherits what the worker set."""
+        try:
+            self._backend.start()
+        except OffloadError as error:  # ours do not end the worker; `wait_started` raises it
+            self._refusal = error
+
+    def wait_started(self) -> None:
+        """Until the kernels are compiled; jobs that need them are submitted after this.
+
+        Raises:
+            KernelError: they cannot run here.
+        """
+        if not self._is_started:
+            self._worker.call(self._require_started)
+            self._is_started = True
+
+    def _require_started(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
 
     def _make_rings(self, config: OffloadConfig, element_bytes: int) -> tuple[Ring, Ring]:
-        """Touched by the team, then pinned; slabs of rings before them are released."""
-        before, self._rings = self._rings, []
+        """Pinned where there is a device; slabs of rings before them are released."""
         slot_bytes = config.tile_numel * element_bytes
-        on_cuda = self._transport.device.type == "cuda"
-        for name in ("gradients in", "weights out"):
-            slab = allocate(
-                Ring.required_bytes(config.ring_slots, slot_bytes),
-                name=f"ring: {name}",
-                pin=on_cuda,
-                fallback_pageable=True,
-                touch=self._backend.fill_zero,
-                device=self._transport.device if on_cuda else None,
-            )
-            self._rings.append(slab)
-        for slab in before:
-            slab.close()
+        num_bytes = Ring.required_bytes(config.ring_slots, slot_bytes)
+        names = ("gradients in", "weights out")
+        before = self._rings
+        self._rings = self._slabs.make_all([Wanted(num_bytes, f"ring: {name}", pin=True) for name in names])
+        close_all(before)
         to_host, to_device = (Ring(slab, config.ring_slots, slot_bytes) for slab in self._rings)
         return to_host, to_device
 
@@ -577,7 +589,7 @@ class HostStepper:
         widest = max((max(c.kind.grad_bytes, c.kind.weight_bytes) for c in chunks), default=0)
         if widest > self._element_bytes:
             self.finish()
-            self._pipe.use_rings(*self._worker.call(lambda: self._make_rings(self._config, widest)))
+            self._pipe.use_rings(*self._make_rings(self._config, widest))
             self._element_bytes = widest
 
 

@@ -107,8 +107,8 @@ class HybridStepper:
     def add_chunks(
         self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord], masters: Mapping[int, torch.Tensor]
     ) -> None:
-        """See `Stepper.add_chunks`."""
-        for placement, stepper in self._steppers.items():
+        """See `Stepper.add_chunks`. The host comes last: it waits for its kernels, which are being compiled meanwhile."""
+        for placement, stepper in reversed(tuple(self._steppers.items())):
             mine = [chunk for chunk in chunks if self._planned_for(chunk) is placement]
             if mine:
                 stepper.add_chunks(mine, records, masters)
@@ -118,6 +118,7 @@ class HybridStepper:
                 self._members[chunk.index] = len(chunk.spans)
                 self._chunk_of |= {span.param: chunk.index for span in chunk.spans}
         self._make_movable(chunks, records)
+        self._host.wait_started()
 
     def _make_movable(self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]) -> None:
         """Let the host know streamed chunks; FP32 weights have no master there, and stay."""

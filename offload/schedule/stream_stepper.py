@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.construction import MASTERS
 from offload.errors import DeadlineError, StateError, WorkerError
 from offload.kernels.device import TileTensors
 from offload.kernels.rule import Rule
@@ -32,12 +33,13 @@ from offload.report import StageClock
 from offload.schedule.conveyor import Conveyor, PieceView, Slots, SlotView, Trip
 from offload.schedule.device_gradients import DeviceGradients
 from offload.schedule.stepper import BlockSums, Rows
-from offload.schedule.stream_tiles import Place, StreamState, StreamTile, fill_zero
+from offload.schedule.stream_tiles import Place, StreamState, StreamTile
 from offload.schedule.tile_job import Gate, TileJob
 from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
 from offload.schedule.worker import Call, Worker
 from offload.transfer.deadline import synchronize_device
+from offload.transfer.slabs import SlabMaker
 from offload.transfer.transport import Ready, Signal, Transport
 
 __all__ = ["BUFFER_BYTES", "NUM_SLOTS", "StreamStepper", "stream_tile_numel"]
@@ -70,8 +72,9 @@ class StreamStepper:
 
     Args:
         transport: between host and device; closed with the stepper.
+        slabs: makes memory for state.
         slots: the device buffers; how many there are, and the transport, make the mode.
-        updater: computes on the device; started on the thread that will use it.
+        updater: computes on the device; started by the caller.
         stream: for the updates on a GPU; None: they run on the caller's current stream.
         tile_numel: most elements of a tile.
         trips_ahead: early updates that may be under way on the device; those beyond them wait with the issuing thread.
@@ -85,6 +88,7 @@ class StreamStepper:
         self,
         *,
         transport: Transport,
+        slabs: SlabMaker,
         slots: Slots,
         updater: Updater,
         worker: Worker,
@@ -112,16 +116,10 @@ class StreamStepper:
         self._holds = False
         self._conveyor = Conveyor(transport, slots, clock, stream=stream)
         self._gradients = DeviceGradients(flush_denormals=flush_denormals)
-        self._state = StreamState(
-            updater.rule,
-            pin_for=transport.device if self._on_gpu else None,
-            touch=fill_zero,
-            tile_numel=tile_numel,
-        )
+        self._state = StreamState(updater.rule, slabs=slabs, tile_numel=tile_numel)
         self._changed = False
         self._reset_books()
         try:
-            updater.start() if self._on_gpu else worker.call(updater.start)
             if self._issuer is not None:
                 self._issuer.call(partial(self._attach, stream))
                 self._issuer.call(
@@ -147,20 +145,22 @@ class StreamStepper:
     def add_chunks(
         self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord], masters: Mapping[int, torch.Tensor]
     ) -> None:
-        """See `Stepper.add_chunks`. Memory is touched by the worker, which is bound to the device's node."""
-        self.finish()
-        self._worker.call(lambda: self._state.add(chunks, records))
+        """See `Stepper.add_chunks`."""
+        if self._on_gpu or self._state.tiles:  # weights may still be computed, tiles may be on their way
+            self.finish()
+        self._state.add(chunks, records)
         for tile in self._state.tiles:
             self._conveyor.fit(tile.tile.numel, len(tile.state))
             for piece in tile.tile.pieces:
                 self._updater.blocks(piece.numel)
         mine = [records[span.param] for chunk in chunks for span in chunk.spans]
-        for record in mine:
-            given = masters.get(record.index)
-            if given is None:
-                load_weight(self._master(record), record.weight(), force=True)
-            else:
-                self._take_given_master(record, given)
+        with self._clock.construction.stage(MASTERS):
+            for record in mine:
+                given = masters.get(record.index)
+                if given is None:
+                    load_weight(self._master(record), record.weight(), force=True)
+                else:
+                    self._take_given_master(record, given)
 
     def state(self, record: ParamRecord) -> dict[str, torch.Tensor]:
         """See `Stepper.state`. An FP32 weight is its own master."""

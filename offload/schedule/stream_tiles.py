@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from offload.kernels.rule import Rule
 from offload.layout import ALIGN, Chunk, Piece, Span, Tile
 from offload.parameters import ParamRecord
-from offload.transfer.pinned import Slab, Touch, allocate
+from offload.transfer.pinned import Slab
+from offload.transfer.slabs import SlabMaker, Wanted, close_all
 
 __all__ = ["Place", "StreamChunk", "StreamState", "StreamTile", "num_arrays"]
 
@@ -82,14 +80,13 @@ class StreamState:
     """Slabs, chunks, tiles and places.
 
     Args:
-        pin_for: the device for which slabs are pinned; None: pageable memory will do.
-        touch: fills fresh memory with zeros, and so decides on what NUMA node it lies.
+        slabs: makes them, pinned for the device.
         tile_numel: most elements of a tile.
     """
 
-    def __init__(self, rule: Rule, *, pin_for: torch.device | None, touch: Touch, tile_numel: int) -> None:
+    def __init__(self, rule: Rule, *, slabs: SlabMaker, tile_numel: int) -> None:
         self._names = tuple(rule.state_names)
-        self._pin_for, self._touch, self._tile_numel = pin_for, touch, tile_numel
+        self._maker, self._tile_numel = slabs, tile_numel
         self._slabs: list[Slab] = []
         self.records: dict[int, ParamRecord] = {}
         self.chunks: dict[int, StreamChunk] = {}
@@ -104,19 +101,18 @@ class StreamState:
     def add(self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]) -> None:
         """Allocate and cut. On an error nothing of `chunks` stays."""
         mastered = [chunk for chunk in chunks if chunk.kind.weight != "fp32"]
-        slabs: list[Slab] = []
-        try:
-            arrays = {MASTER: self._allocate(slabs, MASTER, mastered, torch.float32)}
-            for name in self._names:
-                arrays[name] = self._allocate(slabs, name, chunks, torch.float32)
-            sums = self._allocate(slabs, "squared sums", chunks, torch.float64, per=ALIGN)
-            nonfinite = self._allocate(slabs, "non-finite flags", chunks, torch.uint8, per=ALIGN)
-        except BaseException:
-            _close(slabs)
-            raise
+        arrays = [_Array(MASTER, torch.float32, mastered)] if mastered else []
+        arrays += [_Array(name, torch.float32, chunks) for name in self._names]
+        norms = [
+            _Array("squared sums", torch.float64, chunks, ALIGN),
+            _Array("non-finite flags", torch.uint8, chunks, ALIGN),
+        ]
+        slabs = self._maker.make_all([each.wanted for each in (*arrays, *norms)])
         self._slabs += slabs
+        parts = {each.name: each.cut(slab) for each, slab in zip((*arrays, *norms), slabs, strict=True)}
+        sums, nonfinite = (parts.pop(each.name) for each in norms)
         for chunk in chunks:
-            mine = {name: parts[chunk.index] for name, parts in arrays.items() if chunk.index in parts}
+            mine = {name: part[chunk.index] for name, part in parts.items() if chunk.index in part}
             self._cut(StreamChunk(chunk, mine, sums[chunk.index], nonfinite[chunk.index]), records)
 
     def aim(self) -> None:
@@ -128,7 +124,7 @@ class StreamState:
         """Unpin and unmap everything; no copy may be running."""
         for owner in (self.records, self.chunks, self.tiles, self.places):
             owner.clear()
-        _close(self._slabs)
+        close_all(self._slabs)
 
     def _cut(self, chunk: StreamChunk, records: Mapping[int, ParamRecord]) -> None:
         self.chunks[chunk.chunk.index] = chunk
@@ -142,35 +138,26 @@ class StreamState:
             for piece in tile.pieces:
                 self.places[piece.param].parts.append((stream_tile, piece))
 
-    def _allocate(
-        self, slabs: list[Slab], name: str, chunks: Sequence[Chunk], dtype: torch.dtype, *, per: int = 1
-    ) -> dict[int, torch.Tensor]:
-        """One slab with an element for every `per` ones of `chunks`; its parts by chunk index."""
-        if not chunks:
-            return {}
-        total = sum(chunk.numel // per for chunk in chunks)
-        slab = allocate(
-            max(total * dtype.itemsize, 1),
-            name=f"streamed {name}",
-            pin=self._pin_for is not None,
-            fallback_pageable=True,
-            touch=self._touch,
-            device=self._pin_for,
-        )
-        slabs.append(slab)
+
+@dataclass(frozen=True)
+class _Array:
+    """One slab with an element for every `per` ones of `chunks`."""
+
+    name: str
+    dtype: torch.dtype
+    chunks: Sequence[Chunk]
+    per: int = 1
+
+    @property
+    def wanted(self) -> Wanted:
+        total = sum(chunk.numel // self.per for chunk in self.chunks)
+        return Wanted(max(total * self.dtype.itemsize, 1), f"streamed {self.name}", pin=True)
+
+    def cut(self, slab: Slab) -> dict[int, torch.Tensor]:
+        """Its parts by chunk index."""
         parts, start = {}, 0
-        for chunk in chunks:
-            parts[chunk.index] = slab.tensor(dtype, start * dtype.itemsize, chunk.numel // per)
-            start += chunk.numel // per
+        for chunk in self.chunks:
+            numel = chunk.numel // self.per
+            parts[chunk.index] = slab.tensor(self.dtype, start * self.dtype.itemsize, numel)
+            start += numel
         return parts
-
-
-def _close(slabs: list[Slab]) -> None:
-    for slab in slabs:
-        slab.close()
-    slabs.clear()
-
-
-def fill_zero(data: npt.NDArray[Any]) -> None:
-    """Zero by torch's threads of the calling thread."""
-    torch.from_numpy(data.view(np.uint8)).zero_()

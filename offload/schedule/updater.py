@@ -138,15 +138,11 @@ class FusedUpdater:
 
 
 class HostUpdater:
-    """The host kernels on tensors in host memory: what runs where there is no device. On the worker's thread alone.
+    """The host kernels on tensors in host memory: what runs where there is no device. On the worker's thread alone."""
 
-    Args:
-        starts: False where somebody else starts `backend`.
-    """
-
-    def __init__(self, backend: Backend, *, starts: bool = True) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.blocks = _Blocks(torch.device("cpu"))
-        self._backend, self._starts = backend, starts
+        self._backend = backend
         self._prepared: set[Variant] = set()
         self._select = np.ones(1, np.uint8)
 
@@ -155,8 +151,7 @@ class HostUpdater:
         return self._backend.rule
 
     def start(self) -> None:
-        if self._starts:
-            self._backend.start()
+        self._backend.start()
 
     def upload(self, rows: Array) -> Sequence[Array]:
         return [rows[index : index + 1] for index in range(len(rows))]

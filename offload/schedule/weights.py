@@ -15,7 +15,7 @@ from offload.parameters import ParamRecord
 
 __all__ = ["check_given_master", "load_weight", "store_weight"]
 
-PIECE_NUMEL = 4 * 1024 * 1024
+PIECE_NUMEL = 16 * 1024 * 1024
 
 
 def load_weight(master: torch.Tensor, weight: torch.Tensor, *, force: bool) -> bool:

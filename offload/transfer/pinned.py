@@ -20,7 +20,7 @@ import torch
 from offload.errors import ClosedError, ConfigError, PinningError
 from offload.transfer.mapping import Mapping, mapped_bytes
 
-__all__ = ["Slab", "Touch", "allocate", "is_pinned", "mapped_bytes", "pinned_bytes"]
+__all__ = ["Slab", "Touch", "allocate", "is_pinned", "mapped_bytes", "pin_slab", "pinned_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def allocate(
     try:
         (touch or _fill_zeros)(slab.array(np.uint8))
         if pin:
-            _register_or_fall_back(slab, device, fallback_pageable)
+            pin_slab(slab, device, fallback_pageable=fallback_pageable)
     except BaseException:
         slab.close()
         raise
@@ -192,7 +192,8 @@ def _fill_zeros(data: npt.NDArray[np.uint8]) -> None:
 _fallback_warned = False
 
 
-def _register_or_fall_back(slab: Slab, device: torch.device | None, fallback_pageable: bool) -> None:
+def pin_slab(slab: Slab, device: torch.device | None, *, fallback_pageable: bool) -> None:
+    """Register a slab, which was touched before; arguments and errors as for `allocate`."""
     global _fallback_warned
     try:
         slab.register(device)

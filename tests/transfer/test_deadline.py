@@ -17,6 +17,7 @@ from offload.schedule.worker import Worker
 from offload.transfer.deadline import run_within, synchronize_device
 from offload.transfer.host import HostTransport
 from offload.transfer.inline import InlineTransport
+from offload.transfer.slabs import SlabMaker
 
 TIMEOUT_S = 0.05
 
@@ -80,6 +81,7 @@ def test_a_streaming_step_on_a_device_that_hangs_is_the_last(hanging_device: thr
     worker = Worker("test", depth=2, timeout_s=TIMEOUT_S)
     stepper = StreamStepper(
         transport=transport,
+        slabs=SlabMaker(),
         slots=FixedSlots(transport, 1),
         updater=Updater(),  # type: ignore[arg-type]
         worker=worker,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import logging
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +20,11 @@ import psutil
 import pytest
 import torch
 
-from offload.errors import ClosedError, ConfigError, MemoryBudgetError, PinningError
-from offload.transfer import pinned
+from offload.errors import ClosedError, ConfigError, DeadlineError, MemoryBudgetError, PinningError
+from offload.transfer import pinned, slabs
 from offload.transfer.mapping import HUGE_PAGE_BYTES
 from offload.transfer.pinned import Slab, allocate, is_pinned, mapped_bytes, pinned_bytes
+from offload.transfer.slabs import SlabMaker, Wanted, close_all
 
 MIB = 1 << 20
 
@@ -240,6 +244,188 @@ def test_touch_comes_before_register(runtime: FakeRuntime) -> None:
     )
     assert seen == [(8192, 0)]
     slab.close()
+
+
+# Several slabs, by a team -------------------------------------------------------------------------------------------
+
+TIMEOUT_S = 60.0
+DEVICE = torch.device("cuda:0")
+
+
+def wanted(*names: str, num_bytes: int = 4096, pin: bool = True) -> list[Wanted]:
+    return [Wanted(num_bytes, name, pin) for name in names]
+
+
+def test_each_slab_is_touched_and_then_pinned(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[int] = []
+    touch, register = slabs._touch, runtime.cudaHostRegister
+
+    def noting(data: npt.NDArray[np.uint8]) -> None:
+        touch(data)
+        touched.append(data.ctypes.data)
+
+    def checking(address: int, num_bytes: int, flags: int) -> int:
+        assert address in touched
+        return register(address, num_bytes, flags)
+
+    monkeypatch.setattr(slabs, "_touch", noting)
+    monkeypatch.setattr(runtime, "cudaHostRegister", checking)
+    made = SlabMaker(device=DEVICE).make_all([*wanted("a", "b"), *wanted("c", pin=False)])
+    assert [(slab.name, slab.pinned) for slab in made] == [("a", True), ("b", True), ("c", False)]
+    close_all(made)
+    assert not made
+
+
+def test_one_is_pinned_while_the_next_is_touched(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, the touch of the second would wait in vain."""
+    pinning, touching = threading.Event(), threading.Event()
+    touch, register = slabs._touch, runtime.cudaHostRegister
+    number = iter(range(2))
+
+    def slow_touch(data: npt.NDArray[np.uint8]) -> None:
+        if next(number) == 1:
+            touching.set()
+            assert pinning.wait(TIMEOUT_S)
+        touch(data)
+
+    def slow_register(*arguments: int) -> int:
+        pinning.set()
+        assert touching.wait(TIMEOUT_S)
+        return register(*arguments)
+
+    monkeypatch.setattr(slabs, "_touch", slow_touch)
+    monkeypatch.setattr(runtime, "cudaHostRegister", slow_register)
+    close_all(SlabMaker(device=DEVICE).make_all(wanted("a", "b")))
+
+
+def test_a_team_touches_every_page_from_bound_threads() -> None:
+    bound: list[threading.Thread] = []
+    num_bytes = 5 * slabs.PART_BYTES + 4096 + 1
+    maker = SlabMaker(num_threads=3, bind=lambda: bound.append(threading.current_thread()))
+    before = psutil.Process().memory_info().rss
+    slab = maker.make(num_bytes, "large")
+    assert psutil.Process().memory_info().rss - before > 0.9 * num_bytes
+    assert not slab.array(np.uint8).any()
+    assert 1 < len(bound) <= 3
+    assert threading.current_thread() not in bound
+    assert not any(thread.is_alive() for thread in bound)
+    slab.close()
+
+
+def test_parts_are_all_of_it_and_share_no_huge_page() -> None:
+    whole = slabs.PART_BYTES
+    for num_threads, size in itertools.product((1, 2, 3, 16), (0, 1, 4096, whole, 2 * whole + 1, 9 * whole)):
+        parts = slabs._parts(np.empty(size, np.uint8), num_threads)
+        assert sum(part.size for part in parts) == size
+        assert len(parts) <= slabs.PARTS_PER_THREAD * num_threads
+        assert all(part.size % HUGE_PAGE_BYTES == 0 for part in parts[:-1])
+
+
+def test_f42_a_refused_pin_of_several_is_pageable_and_the_others_are_not(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    register = runtime.cudaHostRegister
+    monkeypatch.setattr(
+        runtime,
+        "cudaHostRegister",
+        lambda address, size, flags: 2 if size == 8192 else register(address, size, flags),
+    )
+    made = SlabMaker(device=DEVICE).make_all([*wanted("a"), *wanted("b", num_bytes=8192), *wanted("c")])
+    assert [slab.pinned for slab in made] == [True, False, True]
+    assert "'b'" in caplog.text
+    close_all(made)
+
+
+@pytest.mark.parametrize("stage", ["map", "touch", "pin"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_f42_an_error_of_any_slab_leaves_none(
+    stage: str, number: int, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while an earlier one is being pinned, which ends first: it must not be unmapped under the driver."""
+    calls = itertools.count()
+    owner, name = {
+        "map": (slabs, "Slab"),
+        "touch": (slabs, "_touch"),
+        "pin": (runtime, "cudaHostRegister"),
+    }[stage]
+    real = getattr(owner, name)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+    threads, before = threading.active_count(), mapped_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        SlabMaker(num_threads=2, device=DEVICE).make_all(wanted("a", "b", "c"))
+    assert not runtime.registered
+    assert (threading.active_count(), mapped_bytes()) == (threads, before)
+
+
+def test_an_error_waits_for_the_pin_that_is_under_way(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinning, touched = threading.Event(), threading.Event()
+    touch, register = slabs._touch, runtime.cudaHostRegister
+    number = iter(range(2))
+
+    def failing_touch(data: npt.NDArray[np.uint8]) -> None:
+        if next(number) == 1:
+            assert pinning.wait(TIMEOUT_S)
+            touched.set()
+            raise MemoryError("no more")
+        touch(data)
+
+    def slow_register(address: int, num_bytes: int, flags: int) -> int:
+        pinning.set()
+        assert touched.wait(TIMEOUT_S)
+        ctypes.string_at(address, 1)  # crashes unless still mapped
+        return register(address, num_bytes, flags)
+
+    monkeypatch.setattr(slabs, "_touch", failing_touch)
+    monkeypatch.setattr(runtime, "cudaHostRegister", slow_register)
+    with pytest.raises(MemoryError, match="no more"):
+        SlabMaker(device=DEVICE).make_all(wanted("a", "b"))
+    assert not runtime.registered
+
+
+@pytest.mark.parametrize("stage", ["touch", "pin"])
+def test_f42_what_hangs_is_given_up_and_stays_mapped(
+    stage: str, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unmapped under a thread that uses it, it would crash the process; it goes when that has ended."""
+    released, ended = threading.Event(), threading.Event()
+    touch, register = slabs._touch, runtime.cudaHostRegister
+
+    def hanging_touch(data: npt.NDArray[np.uint8]) -> None:
+        released.wait(TIMEOUT_S)
+        touch(data)
+        ended.set()
+
+    def hanging_register(address: int, num_bytes: int, flags: int) -> int:
+        released.wait(TIMEOUT_S)
+        code = register(address, num_bytes, flags)
+        ended.set()
+        return code
+
+    if stage == "touch":
+        monkeypatch.setattr(slabs, "_touch", hanging_touch)
+    else:
+        monkeypatch.setattr(runtime, "cudaHostRegister", hanging_register)
+    monkeypatch.setattr("offload.transfer.helpers.END_S", 0.01)
+    before = mapped_bytes()
+    maker = SlabMaker(num_threads=2, device=DEVICE, timeout_s=0.05)
+    with pytest.raises(DeadlineError, match=r"did not end within timeout_s=0\.05 s"):
+        maker.make(4 * slabs.PART_BYTES, "slow", pin=True)
+    assert mapped_bytes() > before
+    released.set()
+    assert ended.wait(TIMEOUT_S)
+    for thread in threading.enumerate():
+        if thread.name.startswith("offload-"):
+            thread.join(TIMEOUT_S)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="MADV_DONTFORK is Linux's")

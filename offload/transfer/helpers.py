@@ -1,0 +1,75 @@
+"""A few threads for a short time, that nobody has to wait for.
+
+Like an executor, but its threads are daemons: a call of the system or the driver that hangs must not hang the
+interpreter's exit as well.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+
+__all__ = ["Helpers"]
+
+Task = tuple[Future[None], Callable[[], object]]
+
+END_S = 1.0
+"""Seconds that each idle thread has to end."""
+
+
+class Helpers:
+    """Up to `number` threads, of which only as many start as there are tasks; ended by leaving ``with``.
+
+    Args:
+        name: of the threads.
+        bind: called by each thread first; its error is that of the thread's tasks.
+    """
+
+    def __init__(self, name: str, number: int, bind: Callable[[], object] | None = None) -> None:
+        self._name, self._number, self._bind = name, max(number, 1), bind
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, function: Callable[[], object]) -> Future[None]:
+        """Run `function` on one of the threads; what it returns is dropped."""
+        future: Future[None] = Future()
+        if len(self._threads) < self._number:
+            thread = threading.Thread(
+                target=_run_all, args=(self._tasks, self._bind), name=self._name, daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+        self._tasks.put((future, function))
+        return future
+
+    def __enter__(self) -> Helpers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the threads after what is queued; one that hangs is left behind."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join(END_S)
+
+
+def _run_all(tasks: queue.SimpleQueue[Task | None], bind: Callable[[], object] | None) -> None:
+    while (task := tasks.get()) is not None:
+        future, function = task
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            if bind is not None:
+                bind()
+                bind = None
+            function()
+        except BaseException as error:  # noqa: BLE001 - carried to whoever waits
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del task, future, function  # what they hold must not live until the next task
