@@ -300,8 +300,10 @@ def test_gradients_wait_in_the_room_that_backward_frees(monkeypatch: pytest.Monk
     monkeypatch.setattr(BackwardRoom, "enter", note)
     layers = torch.nn.ModuleList(torch.nn.Linear(4096, 4096, bias=False) for _ in range(12))
     model = torch.nn.Sequential(*layers).to("cuda", torch.bfloat16)
-    config = {"tile_numel": MIB // 2, "backlog_tiles": 2, "ring_slots": 2}
-    with adamw(model, mode="wavefront", overlap_forward=True, model=model, config=config) as optimizer:
+    config = offload.OffloadConfig(tile_numel=MIB // 2, backlog_tiles=2, ring_slots=2)
+    with offload.AdamW(
+        model.named_parameters(), mode="wavefront", overlap_forward=True, model=model, config=config
+    ) as optimizer:
         peaks = []
         for _ in range(4):
             torch.cuda.reset_peak_memory_stats()
