@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from offload.kernels import asm
-from offload.kernels.adamw import update_tile
 from offload.kernels.jit import jit_disabled
+from offload.kernels.rule import AdamWRule
 from tests.kernels import workload
+from tests.kernels.conftest import ADAMW_VARIANTS
 
 pytestmark = [
     pytest.mark.skipif(jit_disabled(), reason="NUMBA_DISABLE_JIT: nothing is compiled"),
@@ -20,9 +21,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def assemblies(start_backend: Any) -> dict[Any, str]:
-    backend = start_backend()
-    return asm.vector_assembly(update_tile.form(backend.team.parallel))
+def assemblies() -> dict[Any, str]:
+    return workload.fresh_assembly(AdamWRule, ADAMW_VARIANTS)
 
 
 def test_every_variant_is_vectorized(assemblies: dict[Any, str]) -> None:
