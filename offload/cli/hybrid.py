@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offload.cli.units import as_gib
-from offload.cli.workload import Run, arrivals_at, workload_of
+from offload.cli.workload import Run, arrivals_at, last_forward_of, workload_of
 from offload.config import OffloadConfig
 from offload.rates import Rates
 from offload.schedule.mode_costs import Machine, Needs, Placement, Workload
@@ -74,7 +74,15 @@ def first_placements(made: Plan) -> tuple[Placement, ...]:
 
 def _step(run: Run, workload: Workload, made: Plan, rates: Rates, passes: Passes) -> StepEstimate:
     arrivals = arrivals_at(run, workload.parts, first_placements(made), made.divisions)
-    return estimate_step("hybrid", workload, rates, passes, arrivals, overlaps_forward=run.overlap_forward)
+    return estimate_step(
+        "hybrid",
+        workload,
+        rates,
+        passes,
+        arrivals,
+        overlaps_forward=run.overlap_forward,
+        last_forward=last_forward_of(run),
+    )
 
 
 def _smaller_share(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from offload.cli.hybrid import hybrid_estimate
 from offload.cli.units import as_gib
-from offload.cli.workload import Run, activations_of, arrivals_of, workload_of
+from offload.cli.workload import Run, activations_of, arrivals_of, last_forward_of, workload_of
 from offload.config import OffloadConfig
 from offload.rates import Rates
 from offload.schedule.memory_estimate import device_peak_bytes
@@ -86,7 +86,16 @@ def mode_rows(
         if rates is not None and passes is not None:
             overlaps = run.overlap_forward and mode == "wavefront"
             row = _timed(
-                row, estimate_step(mode, workload, rates, passes, arrivals, overlaps_forward=overlaps)
+                row,
+                estimate_step(
+                    mode,
+                    workload,
+                    rates,
+                    passes,
+                    arrivals,
+                    overlaps_forward=overlaps,
+                    last_forward=last_forward_of(run),
+                ),
             )
         elif rates is not None:
             row = replace(row, update_s=cost_of(mode, workload, rates))

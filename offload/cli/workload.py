@@ -24,6 +24,7 @@ __all__ = [
     "arrivals_of",
     "flops_of",
     "forward_share_of",
+    "last_forward_of",
     "workload_of",
 ]
 
@@ -170,6 +171,14 @@ def flops_of(run: Run) -> tuple[float, float]:
         moved = 2.0 * run.shape.head_flops(run.tokens)
         forward, backward = forward + moved, backward - moved
     return forward, backward
+
+
+def last_forward_of(run: Run) -> float:
+    """Share of forward from the last layer's on: that layer, and the head with what of its loss is in forward."""
+    forward, _ = flops_of(run)
+    layers = _layers_flops(run)
+    last = run.shape.layer_flops(run.tokens, run.sequence, sparse=run.shape.num_sparse_layers > 0)
+    return (forward - layers + last) / forward
 
 
 def forward_share_of(run: Run) -> float:

@@ -87,6 +87,7 @@ def estimate_step(
     arrivals: Sequence[Arrival],
     *,
     overlaps_forward: bool = False,
+    last_forward: float = 0.0,
 ) -> StepEstimate:
     """A step in `mode`.
 
@@ -95,6 +96,7 @@ def estimate_step(
             placements inside backward is one whose arrivals name them.
         overlaps_forward: of a mode that steps inside backward: then update and both passes overlap, but for the time from
             the last layer's forward, which needs its weights, to the first gradient: the third line of docs/roofline.md.
+        last_forward: share of forward from the last layer's on, from 0 to 1.
 
     Raises:
         ConfigError: a mode that is not known here.
@@ -102,7 +104,7 @@ def estimate_step(
     if mode in ("wavefront", "hybrid"):
         update = finish_of_wavefront([a._replace(at=0.0) for a in arrivals], 0.0, workload, rates)
         if overlaps_forward:
-            start = passes.backward_s * _first(arrivals)
+            start = passes.forward_s * last_forward + passes.backward_s * _first(arrivals)
             exposed = max(0.0, start + update - passes.forward_s - passes.backward_s)
         else:
             end = finish_of_wavefront(arrivals, passes.backward_s, workload, rates)

@@ -24,7 +24,7 @@ from offload.schedule.step_estimate import Passes, estimate_step, passes_of
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
-FILES = ("step", "32k", "no-clipping", "speculate", "x2-step")
+FILES = ("step", "8k", "32k", "no-clipping", "speculate", "x2-step")
 """Those of docs/results with whole steps. Not `h200-deterministic`, whose model has no resident row."""
 
 MODES = {
@@ -39,7 +39,7 @@ OLD_FILES = ("no-clipping", "speculate", "x2-step")
 """Those of an earlier version, with other defaults and rates."""
 
 OLD_DEFAULTS = OffloadConfig(ring_slots=8, backlog_tiles=32)
-"""Today there are 16 slots, and 96 tiles where the forward overlaps."""
+"""Today there are 16 slots, and 48 tiles where the forward overlaps."""
 
 IN_PLACE = 4 / 3
 """`rates` of `OLD_FILES` counted three of the four bytes that a store to a third array moves."""

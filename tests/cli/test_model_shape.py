@@ -13,7 +13,15 @@ from _models import Decoder, num_parameters
 from _shapes import SHAPES
 
 from offload.cli.model_shape import ModelShape, read_config, shape_of_config
-from offload.cli.workload import Run, activations_of, arrivals_of, flops_of, forward_share_of, workload_of
+from offload.cli.workload import (
+    Run,
+    activations_of,
+    arrivals_of,
+    flops_of,
+    forward_share_of,
+    last_forward_of,
+    workload_of,
+)
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 
@@ -141,6 +149,15 @@ def test_arithmetic_is_two_operations_a_weight_and_pass() -> None:
     assert plain == pytest.approx(6 * 64 * weights, rel=1e-3)
     assert checkpointed == pytest.approx(8 * 64 * weights, rel=1e-3)
     assert forward_share_of(Run(shape, 64, 1)) == pytest.approx(0.25, rel=1e-3)
+
+
+def test_from_the_last_layer_on_forward_has_that_layer_and_the_head() -> None:
+    """A loss in chunks takes the head's gradients there as well, twice the head's own work."""
+    shape = shape_of_config(LLAMA)
+    layer, head = shape.layer_flops(64, 1, sparse=False), shape.head_flops(64)
+    for chunked, heads in ((False, 1), (True, 3)):
+        found = last_forward_of(Run(shape, 64, 1, chunked_loss=chunked))
+        assert found == pytest.approx((layer + heads * head) / (shape.num_layers * layer + heads * head))
 
 
 def test_checkpointing_and_a_loss_in_chunks_save_memory() -> None:

@@ -127,7 +127,7 @@ def test_a_forward_that_overlaps_hides_the_update_behind_both_passes() -> None:
     arrivals = [Arrival(1024, 0.0), *(Arrival(TILE_NUMEL, (index + 1) / TILES) for index in range(TILES))]
     update_s = TILES * COPIED
 
-    def estimate(forward_s: float, backward_s: float) -> StepEstimate:
+    def estimate(forward_s: float, backward_s: float, last_forward: float = 0.0) -> StepEstimate:
         return estimate_step(
             "wavefront",
             make_workload(),
@@ -135,11 +135,13 @@ def test_a_forward_that_overlaps_hides_the_update_behind_both_passes() -> None:
             Passes(forward_s, backward_s),
             arrivals,
             overlaps_forward=True,
+            last_forward=last_forward,
         )
 
     short = estimate(1.0, 5.0)
     assert short.step_s == pytest.approx(5.0 / TILES + update_s, rel=1e-3)
     assert short.exposed_s == pytest.approx(short.step_s - 6.0)
+    assert estimate(1.0, 5.0, 0.25).step_s == pytest.approx(short.step_s + 0.25)
     long = estimate(4.0, 9.0)
     assert long.step_s == 13.0
     assert long.exposed_s == 0.0
