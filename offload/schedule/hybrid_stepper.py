@@ -287,6 +287,8 @@ class HybridStepper:
                 if sides not in rest:
                     rest[sides] = self._mark(sides)
                 self._marks[index] = rest[sides]
+        if self._stream is not None:
+            self._stream.reap_later()
         self._time_ends()
         return dict(self._marks)
 
