@@ -693,7 +693,9 @@ def test_an_overlapped_step_has_the_losses_of_a_plain_one(monkeypatch: pytest.Mo
     assert_same_snapshot(actual[1], expected[1])
 
 
-def test_gradients_do_not_outlive_their_updates_until_the_next_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_do_not_outlive_their_updates_until_the_next_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They would lie on the device beside all that the next forward saves, where memory is at its peak."""
     monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)
     lanes_of_sides(monkeypatch, "stream", delay=lambda lane, index: 0.03 * (lane == "to_host"))
