@@ -30,6 +30,7 @@ from offload.schedule.device_stepper import DeviceStepper
 from offload.schedule.engine import Engine
 from offload.schedule.host_stepper import HostStepper
 from offload.schedule.hybrid_stepper import HybridStepper
+from offload.schedule.mode_costs import Placement
 from offload.schedule.plan import Plan
 from offload.schedule.policy import Policy
 from offload.schedule.stepper import Stepper
@@ -328,9 +329,16 @@ def _make_room(parts: Parts, issuer: Worker | None = None) -> BackwardRoom | Non
     if issuer is not None:
         queues = [
             Queue(parts.worker, unit, 0.5),
-            Queue(issuer, HYBRID_CHUNK_NUMEL * element_bytes(parts.kinds), 0.5),
+            Queue(issuer, _streamed_numel(parts.made) * element_bytes(parts.kinds), 0.5),
         ]
     return BackwardRoom(lambda: torch.cuda.memory_allocated(parts.device), queues)
+
+
+def _streamed_numel(made: Plan) -> int:
+    """Elements of the largest job that may wait for the stream's thread: a chunk's, and a chunk may be one parameter of any
+    size. A divided one comes last, and is one job."""
+    streamed = [c.numel for c in made.chunks if c.placement is Placement.STREAM and not c.host_numel]
+    return max([HYBRID_CHUNK_NUMEL, *streamed])
 
 
 def _make_issuer(parts: Parts) -> Worker:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -690,6 +691,34 @@ def test_an_overlapped_step_has_the_losses_of_a_plain_one(monkeypatch: pytest.Mo
     actual = losses(overlap=True)
     assert actual[0] == expected[0]
     assert_same_snapshot(actual[1], expected[1])
+
+
+def test_gradients_do_not_outlive_their_updates_until_the_next_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would lie on the device beside all that the next forward saves, where memory is at its peak."""
+    monkeypatch.setattr(assembly, "StreamStepper", OnItsOwnThread)
+    lanes_of_sides(monkeypatch, "stream", delay=lambda lane, index: 0.03 * (lane == "to_host"))
+    seen: list[weakref.ref[torch.Tensor]] = []
+    work = Conveyor._work
+
+    def noted(self: Conveyor, trip: Any, inside: Any) -> None:
+        _, waiting, _ = trip.work.args
+        seen.extend(weakref.ref(last) for _, (last, _) in waiting)
+        work(self, trip, inside)
+
+    model = make_model()
+    offload.cast_compute_weights(model)
+    with divided(model, overlap_forward=True, model=model) as optimizer:
+        train(model, optimizer, batches(2))
+        monkeypatch.setattr(Conveyor, "_work", noted)
+        train(model, optimizer, batches(1))
+        engine = optimizer._engine
+        engine._stepper._stream._issuer.call(lambda: None)  # after all that was submitted
+        engine._worker.call(lambda: None, on_copier=True)
+        assert engine.flight is not None
+        assert seen
+        assert not [gradient for gradient in seen if gradient() is not None]
 
 
 # Books

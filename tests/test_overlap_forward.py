@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import offload
+from offload import assembly
 from offload.errors import ConfigError, StateError, WorkerError
+from offload.schedule.backward_room import BackwardRoom, Queue
 from offload.schedule.flight import Flight, Mark
 from offload.schedule.host_jobs import StepTile
 from offload.schedule.hybrid_stepper import HybridStepper
+from offload.schedule.mode_costs import Placement
+from offload.schedule.plan import ChunkPlan
 from tests.training import (
     Decoder,
     adamw,
@@ -533,3 +538,37 @@ def test_an_error_of_the_worker_comes_up_at_the_next_gate(monkeypatch: pytest.Mo
         for call in (optimizer.step, optimizer.state_dict, optimizer.synchronize):
             with pytest.raises(WorkerError, match="a kernel failed"):
                 call()
+
+
+# Room for gradients that wait
+
+
+def test_a_dropped_step_says_nothing_about_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward may have been cut short; the one after it is observed."""
+    in_use = iter(range(10**6, 0, -1))
+    monkeypatch.setattr(
+        assembly,
+        "_make_room",
+        lambda parts, issuer=None: BackwardRoom(lambda: next(in_use), [Queue(parts.worker, 1, 1.0)]),
+    )
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with adamw(model, mode="hybrid", overlap_forward=True, model=model) as optimizer:
+        room = optimizer._engine._stepper._room
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.zero_grad()
+        assert room._room is None
+        train(model, optimizer, batches(1))
+        optimizer.synchronize()
+        assert room._room
+
+
+def test_room_is_given_by_the_largest_job_of_the_link() -> None:
+    """A chunk is one parameter where that is larger than a chunk may be, and waits as one job."""
+
+    def unit_of(numel: int, host_numel: int = 0) -> int:
+        chunk = ChunkPlan("a", numel, Placement.STREAM, host_numel)
+        return assembly._streamed_numel(SimpleNamespace(chunks=(chunk,)))  # type: ignore[arg-type]
+
+    most = assembly.HYBRID_CHUNK_NUMEL
+    assert [unit_of(1024), unit_of(7 * most), unit_of(7 * most, most)] == [most, 7 * most, most]

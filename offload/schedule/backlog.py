@@ -83,7 +83,8 @@ class Backlog(Generic[T]):
     def __init__(self, depth: int, *, run_ahead: int | None = None) -> None:
         self._depth, self._extra, self._run_ahead = depth, 0, run_ahead
         self._early: deque[Callable[[], bool]] = deque()  # of the items put last, those not known to be ready
-        self._is_held_up = self._is_lifted = False
+        self._num_held_up = 0  # several threads may put: the first that goes on leaves the others waiting
+        self._is_lifted = False
         self._items: _Waiting[T] = _Waiting()
         self._reports: deque[T] = deque()
         self._lock = threading.RLock()  # a finalizer, which may run while an item is taken, puts the last one
@@ -145,7 +146,7 @@ class Backlog(Generic[T]):
         with self._not_empty:
             self._reports.append(item)
             self._not_empty.notify()
-            if self._is_held_up:  # what was done was ready
+            if self._num_held_up:  # what was done was ready
                 self._room.notify_all()
 
     def take(self, *, reports_only: bool = False) -> T:
@@ -179,12 +180,12 @@ class Backlog(Generic[T]):
 
     def _wait_for_room(self, timeout_s: float) -> bool:
         start = time.monotonic()
+        self._num_held_up += 1
         try:
-            self._is_held_up = True
             while self._must_wait():
                 if not self._room.wait(start + timeout_s - time.monotonic()):
                     return not self._must_wait()
             return True
         finally:
-            self._is_held_up = False
+            self._num_held_up -= 1
             self.waited_s += time.monotonic() - start

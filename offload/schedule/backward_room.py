@@ -61,8 +61,15 @@ class BackwardRoom:
         room = 0 if self._room is None else self._room.get(param, 0)
         self._give([int(queue.share * room) // queue.unit_bytes for queue in self._queues])
 
-    def end_step(self) -> None:
-        """Learn from what was observed, once; nothing more than the queues' own depths until the next backward."""
+    def end_step(self, *, is_dropped: bool = False) -> None:
+        """Learn from what was observed, once; nothing more than the queues' own depths until the next backward.
+
+        Args:
+            is_dropped: the step was not taken. Its backward may have been cut short, by a lack of memory for example, so
+                that its peak is no measure and what came after its last gradient is not known; the next one is observed.
+        """
+        if is_dropped:
+            self._observed.clear()
         if self._room is None and self._observed:
             peak = max(self._observed.values())
             highest, self._room = 0, {}

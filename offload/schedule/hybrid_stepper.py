@@ -77,7 +77,7 @@ class HybridStepper:
         self._divisions = Divisions(divisions or {})
         # In its first step a chunk is only observed: its gradients wait for step(). On the host they need no device memory.
         self._observed: set[int] = set()
-        self._rest_stepped = False
+        self._rest_stepped = self._is_reached = False
         self._ends: tuple[float, float] | None = None
         self._waited = (0.0, 0.0)
         self._parts: dict[Placement, HostStepper | StreamStepper | DeviceStepper] = {Placement.HOST: host}
@@ -257,12 +257,13 @@ class HybridStepper:
 
     def measure(self) -> None:
         """See `Stepper.measure`."""
+        self._is_reached = True
         for stepper in self._steppers.values():
             stepper.measure()
 
     def step_rest(self, rows: Rows) -> None:
         """See `Stepper.step_rest`. The host comes last: its queue is bounded, and would hold the others up."""
-        self._rest_stepped = True
+        self._rest_stepped = self._is_reached = True
         for placement in (Placement.STREAM, Placement.DEVICE, Placement.HOST):
             if placement in self._steppers:
                 self._steppers[placement].step_rest(rows)
@@ -287,6 +288,8 @@ class HybridStepper:
                 if sides not in rest:
                     rest[sides] = self._mark(sides)
                 self._marks[index] = rest[sides]
+        if self._stream is not None:
+            self._stream.reap_later()
         self._time_ends()
         return dict(self._marks)
 
@@ -332,7 +335,7 @@ class HybridStepper:
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
         if self._room is not None:
-            self._room.end_step()
+            self._room.end_step(is_dropped=not self._is_reached)
         for stepper in self._steppers.values():
             stepper.end_step(keep_held)
         if self._balancer is not None and self._ends is not None:
@@ -340,7 +343,7 @@ class HybridStepper:
         if self._rest_stepped:
             self._observed.clear()
             self._rebalance(self._num_streamed)
-        self._rest_stepped = False
+        self._rest_stepped = self._is_reached = False
         self._is_underway, self._ends, self._settling = False, None, None
         self._waited = self._waits()
         self._divisions.end_step()

@@ -353,6 +353,14 @@ class StreamStepper:
         self._runner.submit(call)
         return call.future
 
+    def reap_later(self) -> None:
+        """Let go of what all trips so far hold as soon as they have ended.
+
+        For a step that departs: its landing, which waits for them, is a hook of the next backward, and till then their
+        gradients would lie beside all that forward saves.
+        """
+        self._do_later(lambda: self._conveyor.reap(0), changes=False)
+
     @property
     def waited_s(self) -> float:
         """Seconds that backward was held up by this stepper since the beginning, where it has a thread of its own."""

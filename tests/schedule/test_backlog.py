@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import pytest
 from hypothesis import given
@@ -173,6 +173,24 @@ def test_who_runs_ahead_goes_on_when_what_was_awaited_is_done() -> None:
         device.done = 1
         backlog.report(in_flight[0])
         assert late.result(DEADLINE_S)
+
+
+def test_of_several_who_run_ahead_none_is_forgotten_when_one_goes_on() -> None:
+    """Backward's thread and one that calls the optimizer: a report that lets one of them go on must not be the last."""
+    backlog: Backlog[int] = Backlog(8 * RUN_AHEAD, run_ahead=RUN_AHEAD)
+    device = Device()
+    assert device.put(backlog, *range(RUN_AHEAD))
+    in_flight = [backlog.take() for _ in range(RUN_AHEAD)]
+    with ThreadPoolExecutor(2) as pool:
+        late = {pool.submit(device.put, backlog, RUN_AHEAD + i) for i in range(2)}
+        for index in range(2):
+            with pytest.raises(TimeoutError):
+                next(iter(late)).result(0.05)
+            device.done += 1
+            backlog.report(in_flight[index])
+            done, late = wait(late, DEADLINE_S / 2, FIRST_COMPLETED)
+            assert [future.result() for future in done] == [True]
+    assert not late
 
 
 @pytest.mark.parametrize("is_full", [False, True])

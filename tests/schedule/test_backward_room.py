@@ -117,6 +117,18 @@ def test_of_several_passes_the_fullest_counts_and_the_last_gives_the_order() -> 
     assert extras(room, worker, range(2)) == [0, 50]
 
 
+def test_a_pass_that_was_dropped_teaches_nothing() -> None:
+    """One that ran out of memory half-way would have a peak that no pass may reach again."""
+    room, allocator, (worker,) = make_room(1.0)
+    for param, num_bytes in ((0, 9000), (1, 500)):
+        allocator.num_bytes = num_bytes
+        room.observe(param)
+    room.end_step(is_dropped=True)
+    assert extras(room, worker, range(2)) == [0, 0]
+    observe(room, allocator, [1000, 500, 700])
+    assert extras(room, worker, range(3)) == [0, 30, 30]
+
+
 def test_it_learns_once() -> None:
     room, allocator, (worker,) = make_room(1.0)
     observe(room, allocator, [1000, 200])
