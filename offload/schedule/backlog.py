@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["REFILL", "RUN_AHEAD", "Backlog"]
+__all__ = ["REFILL", "RUN_AHEAD", "Backlog", "always"]
 
 T = TypeVar("T")
 
@@ -32,7 +32,8 @@ RUN_AHEAD = 32
 """Items that may wait, or be under way, without being ready: enough for a device to find work while the program sleeps."""
 
 
-def _always() -> bool:
+def always() -> bool:
+    """`ready` of items that wait for nothing; the program does not run ahead with them."""
     return True
 
 
@@ -100,7 +101,7 @@ class Backlog(Generic[T]):
         timeout_s: float,
         *,
         group: int | None = None,
-        ready: Callable[[], bool] = _always,
+        ready: Callable[[], bool] = always,
     ) -> bool:
         """Append an item; False where there was no room for `timeout_s` seconds.
 
@@ -118,7 +119,7 @@ class Backlog(Generic[T]):
             if self._must_wait() and not self._wait_for_room(timeout_s):
                 return False
             self._items.append(item, group, ready)
-            if self._run_ahead is not None and ready is not _always:
+            if self._run_ahead is not None and ready is not always:
                 self._early.append(ready)
             self._not_empty.notify()
             return True

@@ -12,6 +12,10 @@ What is freed is observed once, in the first backward pass (whose gradients leav
 
 The second term looks ahead, because what waits cannot be sent away when the next layer needs its memory. Passes of other
 lengths free other amounts: of a longer one this room is a part, and a shorter one has its peak below the observed one.
+
+Memory is looked at in hooks, and not between them: a layer whose own need is higher than that of the one at the peak passes
+it by the difference. A gradient of which some tiles are on their way counts as the others. Two optimizers of one device
+know nothing of each other.
 """
 
 from __future__ import annotations

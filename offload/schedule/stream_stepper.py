@@ -30,6 +30,7 @@ from offload.kernels.rule import Rule
 from offload.layout import ALIGN, Chunk, Piece
 from offload.parameters import ParamRecord
 from offload.report import StageClock
+from offload.schedule.backlog import always
 from offload.schedule.conveyor import Conveyor, PieceView, Slots, SlotView, Trip
 from offload.schedule.device_gradients import DeviceGradients
 from offload.schedule.stepper import BlockSums, Rows
@@ -530,7 +531,7 @@ class StreamStepper:
         *,
         changes: bool = True,
         group: int | None = None,
-        ready: Callable[[], bool] = lambda: True,
+        ready: Callable[[], bool] = always,
     ) -> None:
         """The same from a gradient hook, in which nothing may be raised: the next public call does.
 

@@ -21,13 +21,14 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from offload.errors import ClosedError, DeadlineError, OffloadError, StateError, WorkerError
-from offload.schedule.backlog import Backlog
+from offload.schedule.backlog import Backlog, always
 
 __all__ = ["Call", "Job", "Worker"]
 
@@ -170,7 +171,7 @@ class Worker:
         """Go no further because of `error`, which another thread met: `raise_error` raises it from now on."""
         self._outcome.fail(error)
 
-    def submit(self, job: Job, *, group: int | None = None, ready: Callable[[], bool] = lambda: True) -> None:
+    def submit(self, job: Job, *, group: int | None = None, ready: Callable[[], bool] = always) -> None:
         """Queue `job`; blocks while the queue is full. Never raises the worker's errors: hooks call this.
 
         Args:
@@ -230,8 +231,9 @@ class Worker:
         if (
             threading.current_thread() not in self._threads
         ):  # a finalizer there: each of them waits for the other
+            end = time.monotonic() + timeout_s  # of both together: the copier cannot end before the worker
             for thread in self._threads:
-                thread.join(timeout_s)
+                thread.join(max(end - time.monotonic(), 0.0))
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(
