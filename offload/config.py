@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,6 +134,10 @@ class OffloadConfig:
         self._check("stream_share", share is None or 0.0 <= share <= 1.0, "a number from 0 to 1, or None")
         self._check("timeout_s", self.timeout_s > 0, "more than 0 seconds")
         self._check("threads", self.threads is None or self.threads >= 1, "at least 1, or None")
+        folder = self.kernel_cache_dir
+        self._check(
+            "kernel_cache_dir", folder is None or isinstance(folder, str | os.PathLike), "a folder, or None"
+        )
         self._check("moments", self.moments in MOMENTS, f"one of {', '.join(map(repr, MOMENTS))}")
         self._check_pattern("chunk_by", self.chunk_by)
         self._check_pattern("rank_local", self.rank_local)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from offload.checkpoint import REFUSED_FLAGS
 from offload.config import (
     BACKENDS,
     CLIP_POLICIES,
@@ -28,6 +29,9 @@ from offload.options import EARLY_MODES, Options
 from offload.prepare import Masters
 
 __all__ = ["AdamW", "SignSGD"]
+
+IGNORED_FLAGS = ("foreach", "fused")
+"""Of torch's AdamW: which of its kernels to take."""
 
 
 class AdamW(OffloadOptimizer):
@@ -61,6 +65,8 @@ class AdamW(OffloadOptimizer):
         model: the model that has all parameters of the optimizer. Its forward raises `MidStepError` between a backward that
             applied parts of a step and ``step()``, when weights are part old, part new. None: that is the caller's to avoid.
         config: see `OffloadConfig`.
+        of_torch: further arguments of ``torch.optim.AdamW``: ``amsgrad``, ``capturable`` and ``differentiable`` are refused
+            where they are true, ``fused`` and ``foreach`` choose between kernels that are not used here.
 
     Raises:
         ConfigError, ParameterError, MemoryBudgetError: with nothing left behind.
@@ -86,6 +92,7 @@ class AdamW(OffloadOptimizer):
         overlap_forward: bool = False,
         model: torch.nn.Module | None = None,
         config: OffloadConfig | None = None,
+        **of_torch: Any,
     ) -> None:
         options = _options(
             mode,
@@ -99,6 +106,9 @@ class AdamW(OffloadOptimizer):
             model,
             config,
         )
+        _check_flags(of_torch)
+        if unknown := of_torch.keys() - {*REFUSED_FLAGS, *IGNORED_FLAGS}:
+            raise TypeError(f"AdamW() got an unexpected keyword argument {min(unknown)!r}")
         check_moments(options.config, f"mode={mode!r}", mode in ("wavefront", "auto"))
         check_moments(options.config, f"backend={backend!r}", backend == "numba")
         defaults = _torch_defaults() | {
@@ -172,7 +182,7 @@ class SignSGD(OffloadOptimizer):
 def _options(
     mode: str,
     backend: str,
-    max_grad_norm: float | None,
+    max_grad_norm: Any,
     clip: str,
     nonfinite: str,
     accumulation_steps: int,
@@ -184,7 +194,11 @@ def _options(
     check_choice("clip", clip, CLIP_POLICIES)
     if overlap_forward:
         _check_overlap(model, mode)
-    if max_grad_norm is not None and not max_grad_norm > 0.0:
+    if config is not None and not isinstance(config, OffloadConfig):
+        raise ConfigError(f"config is a {type(config).__name__}: expected an offload.OffloadConfig, or None")
+    if not isinstance(overlap_forward, bool):
+        raise ConfigError(f"overlap_forward={overlap_forward!r}: expected True or False")
+    if max_grad_norm is not None and (isinstance(max_grad_norm, str) or not max_grad_norm > 0.0):
         raise ConfigError(
             f"max_grad_norm={max_grad_norm!r}: expected a positive number, or None for no clipping"
         )
@@ -199,7 +213,7 @@ def _options(
         accumulation_steps=accumulation_steps,
         flush_denormals=flush_denormals,
         config=config or OffloadConfig(),
-        overlap_forward=bool(overlap_forward),
+        overlap_forward=overlap_forward,
     )
 
 
@@ -232,8 +246,12 @@ def _check_adamw(group: Mapping[str, Any]) -> None:
         raise ConfigError(f"betas={betas!r}: expected two numbers in [0, 1)")
     if not group["eps"] >= 0.0:
         raise ConfigError(f"eps={group['eps']!r}: expected 0 or more")
-    for flag in ("amsgrad", "capturable", "differentiable"):
-        if group.get(flag):
+    _check_flags(group)
+
+
+def _check_flags(given: Mapping[str, Any]) -> None:
+    for flag in REFUSED_FLAGS:
+        if given.get(flag):
             raise ConfigError(f"{flag}=True is not supported; use torch.optim.AdamW for it")
 
 

@@ -31,6 +31,7 @@ from offload.errors import ConfigError
         ("threads", 0),
         ("moments", "bf8"),
         ("chunk_by", "("),
+        ("kernel_cache_dir", 3),
     ],
 )
 def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:

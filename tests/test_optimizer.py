@@ -103,6 +103,27 @@ def test_unsupported_flags_of_groups_are_refused(flag: str) -> None:
         offload.AdamW([{"params": [parameter()], flag: True}])
 
 
+@pytest.mark.parametrize("flag", ["amsgrad", "capturable", "differentiable"])
+def test_unsupported_flags_of_torchs_constructor_are_refused_where_they_are_true(flag: str) -> None:
+    with pytest.raises(offload.ConfigError, match=rf"{flag}=True is not supported"):
+        offload.AdamW([parameter()], **{flag: True})
+    with offload.AdamW([parameter()], **{flag: False}, fused=True, foreach=None):
+        pass
+
+
+def test_a_misspelled_argument_is_one() -> None:
+    with pytest.raises(TypeError, match="max_gradnorm"):
+        offload.AdamW([parameter()], max_gradnorm=1.0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"config": {"tile_numel": 1024}}, {"overlap_forward": "yes"}, {"max_grad_norm": "4"}]
+)
+def test_arguments_of_another_type_are_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(offload.ConfigError, match=next(iter(options))):
+        offload.AdamW([parameter()], **options)
+
+
 def test_sparse_gradients_are_refused_by_name() -> None:
     embedding = nn.Embedding(10, 4, sparse=True, dtype=torch.bfloat16)
     with (
