@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.cli.model_shape import ModelShape
+from offload.cli.workload import Run, last_forward_of
+from offload.rates import UPDATE_BYTES
 
 IN_STEP = ("resident", "offload-resident", "all-at-once", "chunked-sync", "chunked-stream")
 """Modes whose update begins when backward has ended."""
@@ -14,7 +16,7 @@ IN_STEP = ("resident", "offload-resident", "all-at-once", "chunked-sync", "chunk
 BESIDE_LINK = 0.78
 """Of the host kernels' rate that is left while the link is busy both ways: 3.1 of 4.0 Gparam/s measured."""
 
-LINK_SHARE = 4 / 32
+LINK_SHARE = 4 / (UPDATE_BYTES + 4)
 """Of host memory's traffic in a wavefront that is the link's: a gradient in, a weight out, beside the kernels' 28 bytes."""
 
 CAUSES = {
@@ -44,9 +46,8 @@ def turn_shares(shape: ModelShape, tokens: int, sequence: int) -> tuple[float, f
     The last layer's forward needs its new weights. From there to the first gradient of that layer there are this forward,
     the head (whose loss takes its gradients in forward) and the recomputation of the layer: with nothing to be updated.
     """
-    is_sparse = shape.num_sparse_layers > 0
-    layer, head = shape.layer_flops(tokens, sequence, sparse=is_sparse), 3.0 * shape.head_flops(tokens)
-    return (layer + head) / (shape.num_layers * layer + head), 1.0 / (3.0 * shape.num_layers)
+    run = Run(shape, tokens, sequence, chunked_loss=True)
+    return last_forward_of(run), 1.0 / (3.0 * shape.num_layers)
 
 
 def roofline(

@@ -30,6 +30,7 @@ from offload.kernels.backend import Backend, Variant
 from offload.layout import Chunk, Piece, Span
 from offload.parameters import ParamRecord
 from offload.report import StageClock
+from offload.schedule.backlog import always
 from offload.schedule.host_jobs import (
     AccumulatePiece,
     CarryTile,
@@ -46,7 +47,7 @@ from offload.schedule.worker import Call, Job, Worker
 from offload.transfer.pinned import Slab
 from offload.transfer.ring import Ring
 from offload.transfer.slabs import SlabMaker, Wanted, close_all
-from offload.transfer.transport import Ready, Signal, Transport
+from offload.transfer.transport import Ready, Signal, Transport, have_passed
 
 __all__ = ["HostStepper"]
 
@@ -477,7 +478,7 @@ class HostStepper:
                 speculative=from_device and self._speculative,
             ),
             group=group,
-            **({"ready": partial(_have_come, [each.ready for each in arrivals])} if arrivals else {}),
+            ready=partial(have_passed, [each.ready for each in arrivals]) if arrivals else always,
         )
 
     def _launches(self, plan: TilePlan, *, from_device: bool) -> list[Launch]:
@@ -591,11 +592,3 @@ class HostStepper:
             self.finish()
             self._pipe.use_rings(*self._make_rings(self._config, widest))
             self._element_bytes = widest
-
-
-def _have_come(arrivals: Sequence[Ready]) -> bool:
-    """Whether the device has computed them; an error is one of the copy that follows, which is where it will be raised."""
-    try:
-        return all(ready.query() for ready in arrivals)
-    except Exception:  # noqa: BLE001
-        return True

@@ -41,7 +41,7 @@ from offload.schedule.weights import check_given_master, load_weight, store_weig
 from offload.schedule.worker import Call, Worker
 from offload.transfer.deadline import synchronize_device
 from offload.transfer.slabs import SlabMaker
-from offload.transfer.transport import Ready, Signal, Transport
+from offload.transfer.transport import Ready, Signal, Transport, have_passed
 
 __all__ = ["BUFFER_BYTES", "NUM_SLOTS", "StreamStepper", "stream_tile_numel"]
 
@@ -244,7 +244,7 @@ class StreamStepper:
             self._forget(record.index)
             self._urgent.add(chunk)
         self._do_later(
-            partial(self._run_early, trips), group=self._group(chunk), ready=partial(_has_come, now)
+            partial(self._run_early, trips), group=self._group(chunk), ready=partial(have_passed, [now])
         )
 
     def _group(self, chunk: int | None) -> int | None:
@@ -582,14 +582,6 @@ class StreamStepper:
         else:
             record.local(self._master(record)).copy_(given)
             check_given_master(record, self._master(record))
-
-
-def _has_come(ready: Ready) -> bool:
-    """Whether the device has come so far; an error is one of the work that follows, which is where it will be raised."""
-    try:
-        return ready.query()
-    except Exception:  # noqa: BLE001
-        return True
 
 
 def _index(place: Place) -> int:

@@ -25,7 +25,17 @@ import torch
 
 from offload.errors import ConfigError
 
-__all__ = ["Copy", "Ready", "Signal", "Transfer", "TransferState", "Transport", "check_copies", "record_time"]
+__all__ = [
+    "Copy",
+    "Ready",
+    "Signal",
+    "Transfer",
+    "TransferState",
+    "Transport",
+    "check_copies",
+    "have_passed",
+    "record_time",
+]
 
 
 class Copy(NamedTuple):
@@ -49,6 +59,14 @@ class Ready(Protocol):
     def wait(self) -> None:
         """Make the current stream wait for this point; the calling thread goes on."""
         ...
+
+
+def have_passed(points: Sequence[Ready]) -> bool:
+    """Whether the device has passed all of them; an error belongs to the work that follows, which raises it."""
+    try:
+        return all(point.query() for point in points)
+    except Exception:  # noqa: BLE001
+        return True
 
 
 class Signal(Protocol):

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import Any
 
 import pytest
@@ -351,6 +352,25 @@ def test_after_an_error_jobs_are_dropped_with_it(make_worker: Callable[..., Work
         assert job.dropped.wait(DEADLINE_S)
         assert job.drop_error is error
     assert stages(log, "compute") == ["gate"]
+
+
+def test_after_an_error_nobody_waits_for_a_device_that_is_behind() -> None:
+    """What would tell that it has come so far is dropped with all other jobs."""
+    worker, log = Worker("test", depth=8, timeout_s=DEADLINE_S, run_ahead=1), list[str]()
+    gate = Gate()
+    submit = partial(worker.submit, group=0, ready=lambda: False)
+    try:
+        submit(FakeJob("held", log, on_compute=gate))
+        assert gate.reached.wait(DEADLINE_S)
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(submit, FakeJob("late", log))
+            with pytest.raises(FutureTimeout):
+                late.result(SOON_S)
+            worker.fail(KernelError("somebody else's"))
+            late.result(DEADLINE_S / 4)
+    finally:
+        gate.open()
+        worker.close()
 
 
 def test_the_first_error_stays(make_worker: Callable[..., Worker], log: list[str]) -> None:
