@@ -35,15 +35,15 @@ import numba
 import numpy as np
 import torch
 from _native import load_native
-from numba import prange
 
 from offload.kernels.backend import TileArrays, Variant
 from offload.kernels.blocks import BLOCK, LINE, make_blocks
+from offload.kernels.buffers import make_stage
 from offload.kernels.jit import Kernel, inner
 from offload.kernels.numba_backend import NumbaBackend
 from offload.kernels.rule import AdamWRule
 from offload.kernels.shares import items
-from offload.kernels.stream import drain, fence, make_stage
+from offload.kernels.stream import drain, fence
 
 GROUP: dict[str, Any] = {
     "lr": 1e-3,
@@ -98,18 +98,18 @@ def triad_streamed_block(block, a, b, c):
 
 
 @Kernel
-def triad(first, last, shares, a, b, c):
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            start, stop = block * BLOCK, min(block * BLOCK + BLOCK, a.size)
-            triad_span(a[start:stop], b[start:stop], c[start:stop])
+def triad(worker, call):
+    shares, a, b, c = call[0]
+    for block in items(shares, worker):
+        start, stop = block * BLOCK, min(block * BLOCK + BLOCK, a.size)
+        triad_span(a[start:stop], b[start:stop], c[start:stop])
 
 
 @Kernel
-def triad_streamed(first, last, shares, a, b, c):
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            triad_streamed_block(block, a, b, c)
+def triad_streamed(worker, call):
+    shares, a, b, c = call[0]
+    for block in items(shares, worker):
+        triad_streamed_block(block, a, b, c)
 
 
 class Arrays:
@@ -210,9 +210,20 @@ def interleave(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def measure_compilation(threads: int) -> float:
+    """Seconds to compile what an optimizer with a norm needs, in a process that has compiled nothing."""
+    backend = NumbaBackend(AdamWRule, num_threads=threads, variants=[Variant(sums=True)], loads=["bf16"])
+    begin = time.perf_counter()
+    backend.start()
+    seconds = time.perf_counter() - begin
+    backend.close()
+    return seconds
+
+
 def measure(numel: int, threads: int, repeats: int) -> dict[str, Any]:
     torch.set_flush_denormal(True)
     torch.set_num_threads(threads)
+    compile_s = measure_compilation(threads)
     backends = {
         flush: NumbaBackend(
             AdamWRule, num_threads=threads, flush_denormals=flush, variants=tuple(VARIANTS.values())
@@ -231,7 +242,7 @@ def measure(numel: int, threads: int, repeats: int) -> dict[str, Any]:
 
     def run_triad(kernel: Kernel) -> Callable[[], None]:
         operands = (arrays.exp_avg, arrays.master, arrays.grad)
-        kernel.compile(operands, parallel=team.parallel)
+        kernel.compile(operands)
         return lambda: team.run(kernel, -(-numel // BLOCK), operands)
 
     contenders = {"update": update(Variant())}
@@ -258,7 +269,8 @@ def measure(numel: int, threads: int, repeats: int) -> dict[str, Any]:
         arrays.fill_denormal,
     )
     made = report(numel, seconds, by_variant, denormal)
-    return made | {"native_kernel": native_words, "environment": environment(team)}
+    more = {"compile_s": compile_s, "native_kernel": native_words, "environment": environment(team)}
+    return made | more
 
 
 def report(
@@ -325,6 +337,7 @@ def print_table(result: dict[str, Any]) -> None:
     if native is not None:
         print(f"{'speedup over the native kernel':<36}{result['speedup_vs_native']:>10.2f}")
     print(f"{'share of the 2R1W bandwidth':<36}{result['share_of_bandwidth']:>10.2f}")
+    print(f"{'seconds to compile, update and norm':<36}{result['compile_s']:>10.2f}")
     for title, key in (("variant", "gparam_per_s_by_variant"), ("denormal moments", "denormal_gparam_per_s")):
         print(f"\n{title:<36}{'Gparam/s':>10}")
         for name, value in result[key].items():

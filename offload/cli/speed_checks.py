@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from offload.cli.findings import Finding
-from offload.kernels.asm import vector_assembly
 from offload.kernels.backend import TileArrays, Variant
 from offload.kernels.blocks import make_blocks
 from offload.kernels.jit import jit_disabled
@@ -109,7 +108,7 @@ def measure_kernel(num_threads: int, numel: int) -> KernelSpeed:
             backend.update(tile, rows, select)
             seconds.append(time.perf_counter() - start)
         team = backend.team
-        width = vector_bits("\n".join(vector_assembly(AdamWRule.kernel.form(team.parallel)).values()))
+        width = vector_bits("\n".join(AdamWRule.kernel.assembly().values()))
         return KernelSpeed(numel / statistics.median(seconds[1:]), team.name, team.num_threads, width)
     finally:
         backend.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import overload
 
 from offload.kernels.bits import bf16_from_float, float_from_bf16
@@ -154,43 +154,43 @@ def accumulate_block(block, grad, acc, flush):
 
 
 @Kernel
-def accumulate_next(first, last, shares, grad, acc, flush):
+def accumulate_next(worker, call):
     """Add a later micro-batch: ``acc = acc + f32(grad)``.
 
     grad: uint16[n] (BF16 bits) or float32[n]; acc: float32[n], in place; flush: bool, denormals are 0.
     """
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            accumulate_block(block, grad, acc, flush)
+    shares, grad, acc, flush = call[0]
+    for block in items(shares, worker):
+        accumulate_block(block, grad, acc, flush)
 
 
 @Kernel
-def expand(first, last, shares, source, target):
+def expand(worker, call):
     """``target = f32(source)``, exact: the first micro-batch into its accumulator, or weights into masters.
 
     source: uint16[n] (BF16 bits) or float32[n]; target: float32[n], out.
     """
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            start, stop = block * BLOCK, min(block * BLOCK + BLOCK, target.size)
-            convert_span(source[start:stop], target[start:stop])
+    shares, source, target = call[0]
+    for block in items(shares, worker):
+        start, stop = block * BLOCK, min(block * BLOCK + BLOCK, target.size)
+        convert_span(source[start:stop], target[start:stop])
 
 
 @Kernel
-def round_weights(first, last, shares, master, weight):
+def round_weights(worker, call):
     """``weight = bf16(master)`` to nearest even, NaN as 0x7fc0; or a copy where the weight is FP32.
 
     master: float32[n]; weight: uint16[n] (BF16 bits) or float32[n], out.
     """
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            start, stop = block * BLOCK, min(block * BLOCK + BLOCK, weight.size)
-            convert_span(master[start:stop], weight[start:stop])
+    shares, master, weight = call[0]
+    for block in items(shares, worker):
+        start, stop = block * BLOCK, min(block * BLOCK + BLOCK, weight.size)
+        convert_span(master[start:stop], weight[start:stop])
 
 
 @Kernel
-def fill_zero(first, last, shares, array):
+def fill_zero(worker, call):
     """``array = 0`` by the team, so that each page is first touched by the thread that will use it. Any dtype."""
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            array[block * BLOCK : min(block * BLOCK + BLOCK, array.size)] = 0
+    shares, array = call[0]
+    for block in items(shares, worker):
+        array[block * BLOCK : min(block * BLOCK + BLOCK, array.size)] = 0

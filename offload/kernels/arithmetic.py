@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+
+from offload.kernels.jit import in_llvm
 
 __all__ = ["fma", "sqrt"]
 
@@ -51,21 +52,11 @@ def _float_intrinsic(name: str, num_arguments: int) -> Any:
     return types.float32(*[types.float32] * num_arguments), codegen
 
 
-@intrinsic
-def _llvm_fma(typing_context, a, b, c):
+@in_llvm(fma)
+def _fma(typing_context, a, b, c):
     return _float_intrinsic("llvm.fma", 3)
 
 
-@intrinsic
-def _llvm_sqrt(typing_context, value):
+@in_llvm(sqrt)
+def _sqrt(typing_context, value):
     return _float_intrinsic("llvm.sqrt", 1)
-
-
-@overload(fma)
-def _fma_overload(a, b, c):
-    return lambda a, b, c: _llvm_fma(a, b, c)
-
-
-@overload(sqrt)
-def _sqrt_overload(value):
-    return lambda value: _llvm_sqrt(value)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Mapping
-from typing import Any
 
-__all__ = ["VECTOR_INSTRUCTIONS", "count_instructions", "vector_assembly"]
+__all__ = ["VECTOR_INSTRUCTIONS", "count_instructions"]
 
 #: What the update loop must contain, by machine: one regular expression per instruction of the formula.
 VECTOR_INSTRUCTIONS: Mapping[str, Mapping[str, str]] = {
@@ -24,11 +23,6 @@ VECTOR_INSTRUCTIONS: Mapping[str, Mapping[str, str]] = {
         "stream": r"\bstnp\b",
     },
 }
-
-
-def vector_assembly(dispatcher: Any) -> dict[Any, str]:
-    """The assembly of each compiled signature. A parallel dispatcher's contains its outlined loop body."""
-    return dict(dispatcher.inspect_asm())
 
 
 def count_instructions(assembly: str, machine: str | None = None) -> dict[str, int]:

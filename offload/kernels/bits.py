@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
 
-from offload.kernels.jit import inner
+from offload.kernels.jit import in_llvm, inner
 
 __all__ = ["bf16_from_float", "bits_from_float", "float_from_bf16", "float_from_bits"]
 
@@ -35,7 +34,7 @@ def bits_from_float(value: Any) -> Any:
     return np.float32(value).view(np.uint32)
 
 
-@intrinsic
+@in_llvm(float_from_bits)
 def _float_from_bits(typing_context, bits):
     def codegen(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -43,22 +42,12 @@ def _float_from_bits(typing_context, bits):
     return types.float32(types.uint32), codegen
 
 
-@intrinsic
+@in_llvm(bits_from_float)
 def _bits_from_float(typing_context, value):
     def codegen(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.IntType(32))
 
     return types.uint32(types.float32), codegen
-
-
-@overload(float_from_bits)
-def _float_from_bits_overload(bits):
-    return lambda bits: _float_from_bits(bits)
-
-
-@overload(bits_from_float)
-def _bits_from_float_overload(value):
-    return lambda value: _bits_from_float(value)
 
 
 @inner

@@ -12,11 +12,11 @@ import ctypes.util
 import platform
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+
+from offload.kernels.jit import in_llvm
 
 __all__ = ["restore_mode", "set_flush"]
 
@@ -39,33 +39,39 @@ def restore_mode(mode: Any) -> None:
     _write_mode(int(mode))
 
 
-@overload(set_flush)
-def _set_flush_overload(flush):
-    mask, keep = np.uint32(_MASK), np.uint32(0xFFFFFFFF ^ _MASK)
-    return lambda flush: _exchange_control(keep, mask if flush else np.uint32(0))
-
-
-@overload(restore_mode)
-def _restore_mode_overload(mode):
-    def restore(mode):
-        _exchange_control(np.uint32(0), mode)
-
-    return restore
-
-
-@intrinsic
-def _exchange_control(typing_context, keep, bits):
-    """``control = (control & keep) | bits``; returns the control register (uint32) as it was."""
+@in_llvm(set_flush)
+def _set_flush(typing_context, flush):
+    word = ir.IntType(32)
 
     def codegen(context, builder, signature, arguments):
-        if not _MASK:
-            return ir.IntType(32)(0)
-        read, write = (_read_mxcsr, _write_mxcsr) if _IS_X86 else (_read_fpcr, _write_fpcr)
-        previous = read(builder)
-        write(builder, builder.or_(builder.and_(previous, arguments[0]), arguments[1]))
+        previous = _read_control(builder)
+        mode = builder.select(builder.trunc(arguments[0], ir.IntType(1)), word(_MASK), word(0))
+        _write_control(builder, builder.or_(builder.and_(previous, word(0xFFFFFFFF ^ _MASK)), mode))
         return previous
 
-    return types.uint32(types.uint32, types.uint32), codegen
+    return types.uint32(types.boolean), codegen
+
+
+@in_llvm(restore_mode)
+def _restore_mode(typing_context, mode):
+    def codegen(context, builder, signature, arguments):
+        _write_control(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.uint32), codegen
+
+
+def _read_control(builder: Any) -> Any:
+    """The control register (uint32), or 0 on a machine where it is not known."""
+    if not _MASK:
+        return ir.IntType(32)(0)
+    return _read_mxcsr(builder) if _IS_X86 else _read_fpcr(builder)
+
+
+def _write_control(builder: Any, value: Any) -> None:
+    if _MASK:
+        write = _write_mxcsr if _IS_X86 else _write_fpcr
+        write(builder, value)
 
 
 def _read_mxcsr(builder: Any) -> Any:

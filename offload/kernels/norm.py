@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
 from offload.kernels.accumulate import line_numel, load_gradient, take_gradient
 from offload.kernels.blocks import NORM_BLOCK
+from offload.kernels.buffers import make_buffer
 from offload.kernels.denormals import restore_mode, set_flush
-from offload.kernels.jit import Kernel, inner
+from offload.kernels.jit import Kernel, in_llvm, inner
 from offload.kernels.shares import items
 
 __all__ = ["add_blocks", "square_sums_of_rows", "square_sums_of_tile", "write_sums"]
@@ -50,7 +51,7 @@ def square_sum(gradient: Any) -> Any:
     return square_sums_of_rows(gradient[np.newaxis])[0]
 
 
-@intrinsic
+@in_llvm(square_sum)
 def _square_sum(typing_context, gradient):
     """`square_sum` with the lanes in vector registers. A loop over an array of lanes would keep them in memory."""
     is_bf16 = gradient.dtype == types.uint16
@@ -92,11 +93,6 @@ def _take(builder: Any, vector: Any, indices: range) -> Any:
     return builder.shuffle_vector(vector, vector, mask)
 
 
-@overload(square_sum)
-def _square_sum_overload(gradient):
-    return lambda gradient: _square_sum(gradient)
-
-
 @inner
 def has_nonfinite(total):
     """1 (uint8) if any element of a norm block with this squared sum (float64) is inf or NaN, else 0.
@@ -106,7 +102,6 @@ def has_nonfinite(total):
     return np.uint8(0) if total <= LARGEST else np.uint8(1)
 
 
-@inner
 def write_sums_of_line(gradient, sums, nonfinite, start, buffer):
     """`write_sums` where there are sums. The norm block at a parameter's end is made whole in ``buffer``."""
     for first in range(0, gradient.size, NORM_BLOCK):
@@ -132,11 +127,7 @@ def write_sums(gradient: Any, sums: Any, nonfinite: Any, start: Any, buffer: Any
 def _write_sums_overload(gradient, sums, nonfinite, start, buffer):
     if isinstance(sums, types.NoneType):
         return lambda gradient, sums, nonfinite, start, buffer: None
-
-    def write(gradient, sums, nonfinite, start, buffer):
-        write_sums_of_line(gradient, sums, nonfinite, start, buffer)
-
-    return write
+    return write_sums_of_line
 
 
 @inner
@@ -146,7 +137,7 @@ def square_sums_of_block(block, grad, acc, sums, nonfinite, blocks, select, flus
     if select[row] == 0:
         return
     mode = set_flush(flush)
-    gradient = np.empty(NORM_BLOCK, np.float32)
+    gradient = make_buffer()
     line = line_numel(acc)
     for first in range(start, stop, line):
         values = take_gradient(grad, acc, first, min(first + line, stop), gradient)
@@ -155,16 +146,16 @@ def square_sums_of_block(block, grad, acc, sums, nonfinite, blocks, select, flus
 
 
 @Kernel
-def square_sums_of_tile(first, last, shares, grad, acc, sums, nonfinite, blocks, select, flush):
+def square_sums_of_tile(worker, call):
     """The squared norm of every norm block of a tile; nothing else is read or written.
 
     grad: uint16[n] (BF16 bits) or float32[n]; acc: float32[n] or None; the gradient is ``round(acc + grad)``.
     sums: float64[n // 1024], out; nonfinite: uint8[n // 1024], out: 1 where an element is inf or NaN.
     blocks: int64[k, 3]; select: uint8[r], only rows that are not 0 are processed; flush: bool, denormals count as 0.
     """
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            square_sums_of_block(block, grad, acc, sums, nonfinite, blocks, select, flush)
+    shares, grad, acc, sums, nonfinite, blocks, select, flush = call[0]
+    for block in items(shares, worker):
+        square_sums_of_block(block, grad, acc, sums, nonfinite, blocks, select, flush)
 
 
 def add_blocks(sums: np.ndarray, first: int = 0, last: int | None = None) -> float:

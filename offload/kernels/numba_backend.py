@@ -71,10 +71,11 @@ class NumbaBackend:
         return self._team
 
     def start(self) -> None:
-        self._team = team = make_team(self._num_threads)
-        team.start()
         if self._cache_dir is not None:
-            self._cache = cache_folder(self._cache_dir, parallel=team.parallel)
+            self._cache = cache_folder(self._cache_dir)
+        self._team = team = make_team(self._num_threads)
+        with self._stage(COMPILE):
+            team.start(self._cache)
         for variant in self.variants:
             self.prepare(variant)
         for kernel, arrays in self._first_calls():
@@ -83,7 +84,7 @@ class NumbaBackend:
 
     def prepare(self, variant: Variant) -> None:
         for kernel, arguments in self._hot_calls(variant):
-            if not kernel.is_compiled(arguments, parallel=self.team.parallel):
+            if not kernel.is_compiled(arguments):
                 self._compile(kernel, arguments, self._cache)
 
     def update(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> None:
@@ -142,12 +143,12 @@ class NumbaBackend:
         self.team.run(kernel, _num_blocks(arrays[-1].size if numel is None else numel), arrays)
 
     def _prepare_elementwise(self, kernel: Kernel, arrays: tuple[Any, ...]) -> None:
-        if not kernel.is_compiled(arrays, parallel=self.team.parallel):
+        if not kernel.is_compiled(arrays):
             self._compile(kernel, arrays, None)
 
     def _compile(self, kernel: Kernel, arguments: tuple[Any, ...], cache: Path | None) -> None:
         with self._stage(COMPILE):
-            kernel.compile(arguments, parallel=self.team.parallel, cache=cache)
+            kernel.compile(arguments, cache=cache)
 
     def _update_arguments(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> tuple[Any, ...]:
         state = (tile.master, *tile.moments)

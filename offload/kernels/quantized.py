@@ -23,7 +23,6 @@ What has been quantized is left as it is by quantizing it to nearest once more: 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from offload.kernels.bits import bits_from_float, float_from_bits
 from offload.kernels.blocks import BLOCK, NORM_BLOCK
@@ -182,22 +181,22 @@ def pack_block(block, values, signed, codes, scales):
 
 
 @Kernel
-def unpack_codes(first, last, shares, codes, scales, signed, values):
+def unpack_codes(worker, call):
     """A parameter's moment as float32.
 
     codes: uint8[n]; scales: float32[ceil(n / 1024)]; signed: bool; values: float32[n], out.
     """
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            unpack_block(block, codes, scales, signed, values)
+    shares, codes, scales, signed, values = call[0]
+    for block in items(shares, worker):
+        unpack_block(block, codes, scales, signed, values)
 
 
 @Kernel
-def pack_codes(first, last, shares, values, signed, codes, scales):
+def pack_codes(worker, call):
     """The reverse of `unpack_codes`, rounded to nearest.
 
     values: float32[n]; signed: bool; codes: uint8[n], out; scales: float32[ceil(n / 1024)], out.
     """
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            pack_block(block, values, signed, codes, scales)
+    shares, values, signed, codes, scales = call[0]
+    for block in items(shares, worker):
+        pack_block(block, values, signed, codes, scales)

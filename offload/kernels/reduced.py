@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import overload
 
 from offload.kernels import adamw
@@ -19,6 +19,7 @@ from offload.kernels.accumulate import take_gradient
 from offload.kernels.adamw import update_span
 from offload.kernels.bits import HALF_WIDTH, float_from_bf16
 from offload.kernels.blocks import NORM_BLOCK, part
+from offload.kernels.buffers import make_buffer, make_stage
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
 from offload.kernels.norm import write_sums
@@ -32,7 +33,7 @@ from offload.kernels.quantized import (
 )
 from offload.kernels.rounding import ELEMENT, KEY, bf16_at_random, random_bits, step_columns, step_key
 from offload.kernels.shares import items
-from offload.kernels.stream import drain, fence, make_stage
+from offload.kernels.stream import drain, fence
 
 __all__ = ["NUM_COLUMNS", "hyper_row", "update_bf16_tile", "update_int8_tile"]
 
@@ -154,8 +155,8 @@ def update_block(
         return
     mode = set_flush(flush)
     key = step_key(blocks[block, KEY], rows[row, STEP_LOW], rows[row, STEP_HIGH])
-    gradient = np.empty(NORM_BLOCK, np.float32)
-    m, v = np.empty(NORM_BLOCK, np.float32), np.empty(NORM_BLOCK, np.float32)
+    gradient = make_buffer()
+    m, v = make_buffer(), make_buffer()
     weight_stage, master_stage = make_stage(weight), make_stage(new_master)
     to_exp_avg, to_exp_avg_sq = first_given(new_exp_avg, exp_avg), first_given(new_exp_avg_sq, exp_avg_sq)
     to_scale, to_scale_sq = first_given(new_scale, scale), first_given(new_scale_sq, scale_sq)
@@ -184,42 +185,42 @@ def update_block(
 
 
 @Kernel
-def update_bf16_tile(
-    first, last, shares, grad, acc, master, exp_avg, exp_avg_sq, new_master, new_exp_avg, new_exp_avg_sq, weight,
-    sums, nonfinite, blocks, rows, select, flush,
-):
+def update_bf16_tile(worker, call):
     """One AdamW step with moments in BF16. All as in `offload.kernels.adamw.update_tile`, but for these:
 
     exp_avg, exp_avg_sq, new_exp_avg, new_exp_avg_sq: uint16[n] (BF16 bits). blocks: int64[k, 5], see
     `offload.kernels.rounding.with_counters`; rows: float32[r, 10].
     """
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            update_block(
-                block, grad, acc, master, exp_avg, exp_avg_sq, None, None,
-                new_master, new_exp_avg, new_exp_avg_sq, None, None, weight,
-                sums, nonfinite, blocks, rows, select, flush,
-            )
+    (
+        shares, grad, acc, master, exp_avg, exp_avg_sq, new_master, new_exp_avg, new_exp_avg_sq, weight,
+        sums, nonfinite, blocks, rows, select, flush,
+    ) = call[0]
+    for block in items(shares, worker):
+        update_block(
+            block, grad, acc, master, exp_avg, exp_avg_sq, None, None,
+            new_master, new_exp_avg, new_exp_avg_sq, None, None, weight,
+            sums, nonfinite, blocks, rows, select, flush,
+        )
 
 
 @Kernel
-def update_int8_tile(
-    first, last, shares, grad, acc, master, exp_avg, exp_avg_sq, scale, scale_sq,
-    new_master, new_exp_avg, new_exp_avg_sq, new_scale, new_scale_sq, weight,
-    sums, nonfinite, blocks, rows, select, flush,
-):
+def update_int8_tile(worker, call):
     """One AdamW step with moments in 8 bits. All as in `update_bf16_tile`, but for these:
 
     exp_avg, exp_avg_sq, new_exp_avg, new_exp_avg_sq: uint8[n], codes of `offload.kernels.quantized`, signed and unsigned;
     scale, scale_sq, new_scale, new_scale_sq: float32[n // 1024], the scales of the blocks.
     """
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            update_block(
-                block, grad, acc, master, exp_avg, exp_avg_sq, scale, scale_sq,
-                new_master, new_exp_avg, new_exp_avg_sq, new_scale, new_scale_sq, weight,
-                sums, nonfinite, blocks, rows, select, flush,
-            )
+    (
+        shares, grad, acc, master, exp_avg, exp_avg_sq, scale, scale_sq,
+        new_master, new_exp_avg, new_exp_avg_sq, new_scale, new_scale_sq, weight,
+        sums, nonfinite, blocks, rows, select, flush,
+    ) = call[0]
+    for block in items(shares, worker):
+        update_block(
+            block, grad, acc, master, exp_avg, exp_avg_sq, scale, scale_sq,
+            new_master, new_exp_avg, new_exp_avg_sq, new_scale, new_scale_sq, weight,
+            sums, nonfinite, blocks, rows, select, flush,
+        )
 
 
 # fmt: on

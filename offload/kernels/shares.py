@@ -8,14 +8,14 @@ Multithreaded Computations by Work Stealing", 1999). Who takes an item does not 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
 
-from offload.kernels.jit import inner
+from offload.kernels.jit import in_llvm, inner
 
 __all__ = ["items", "make_shares"]
 
@@ -27,6 +27,12 @@ NEXT, STOP = 0, 1
 
 def make_shares(count: int, num_workers: int) -> np.ndarray:
     """Items ``[0, count)`` in even parts: int64[num_workers, 8] rows (next item, end of the share, unused)."""
+    shares: np.ndarray = _even_shares(count, num_workers).copy()
+    return shares
+
+
+@lru_cache(maxsize=64)  # tiles are of a few lengths
+def _even_shares(count: int, num_workers: int) -> np.ndarray:
     bounds = np.arange(num_workers + 1) * count // num_workers
     shares = np.zeros((num_workers, LINE), np.int64)
     shares[:, NEXT], shares[:, STOP] = bounds[:-1], bounds[1:]
@@ -51,14 +57,9 @@ def take(shares: Any, share: Any) -> Any:
     return item
 
 
-@overload(take)
-def _take_overload(shares, share):
-    return lambda shares, share: _fetch_add(shares, share)
-
-
-@intrinsic
+@in_llvm(take)
 def _fetch_add(typing_context, shares, share):
-    """An atomic `take`. Relaxed: the team's start and end order everything else."""
+    """`take`, atomic. Relaxed: the team's start and end order everything else."""
 
     def codegen(context, builder, signature, arguments):
         array, row = arguments

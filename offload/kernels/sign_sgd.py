@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from offload.kernels.accumulate import line_numel, read, take_gradient, write
-from offload.kernels.blocks import NORM_BLOCK, part
+from offload.kernels.blocks import part
+from offload.kernels.buffers import make_buffer, make_stage
 from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, inner
 from offload.kernels.norm import write_sums
 from offload.kernels.shares import items
-from offload.kernels.stream import drain, fence, make_stage, put
+from offload.kernels.stream import drain, fence, put
 
 __all__ = ["NUM_COLUMNS", "hyper_row", "update_tile"]
 
@@ -69,7 +69,7 @@ def update_block(block, grad, acc, master, new_master, weight, sums, nonfinite, 
     if select[row] == 0:
         return
     mode = set_flush(flush)
-    gradient = np.empty(NORM_BLOCK, np.float32)
+    gradient = make_buffer()
     weight_stage, master_stage = make_stage(weight), make_stage(new_master)
     line = line_numel(acc)
     for first in range(start, stop, line):
@@ -92,9 +92,7 @@ def update_block(block, grad, acc, master, new_master, weight, sums, nonfinite, 
 
 
 @Kernel
-def update_tile(
-    first, last, shares, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush
-):
+def update_tile(worker, call):
     """One step of the selected parameters of a tile; all arrays have the tile's length n.
 
     grad: uint16[n] (BF16 bits) or float32[n], the last micro-batch; acc: float32[n] or None, the ones before it.
@@ -103,11 +101,11 @@ def update_tile(
     sums: float64[n // 1024], nonfinite: uint8[n // 1024], out, or both None: see `offload.kernels.norm`; of the gradient
     before ``coef``. blocks: int64[k, 3]; rows: float32[r, 3]; select: uint8[r]; flush: bool, denormals are 0.
     """
-    for worker in prange(first, last):
-        for block in items(shares, worker):
-            update_block(
-                block, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush
-            )
+    shares, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush = call[0]
+    for block in items(shares, worker):
+        update_block(
+            block, grad, acc, master, new_master, weight, sums, nonfinite, blocks, rows, select, flush
+        )
 
 
 # fmt: on

@@ -1,37 +1,23 @@
 """Non-temporal stores: results that nobody reads soon go past the caches.
 
 An ordinary store first reads its cache line from memory. For the update kernel that is 2 of 30 bytes per element, so
-the weight is staged in the L1 cache (`make_stage`) and copied out in whole 64-byte lines (`drain`).
+the weight is staged in the L1 cache (`buffers.make_stage`) and copied out in whole 64-byte lines (`drain`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from offload.kernels.blocks import LINE
-from offload.kernels.jit import inner
+from offload.kernels.jit import in_llvm, inner
 
-__all__ = ["drain", "fence", "make_stage", "put"]
+__all__ = ["drain", "fence", "put"]
 
 LINE_BYTES = 64
 LINE_MASK = LINE_BYTES - 1
-
-
-def make_stage(target: Any) -> Any:
-    """An uninitialised buffer of a line for ``target``'s elements, or None where the variant has no target."""
-    return None if target is None else np.empty(LINE, target.dtype)
-
-
-@overload(make_stage)
-def _make_stage_overload(target):
-    if isinstance(target, types.NoneType):
-        return lambda target: None
-    return lambda target: np.empty(LINE, target.dtype)
 
 
 def put(stage: Any, old: Any, i: Any, value: Any) -> None:
@@ -97,9 +83,13 @@ def fence() -> None:
     """Order streamed lines before whatever this thread does next."""
 
 
-@overload(fence)
-def _fence_overload():
-    return lambda: _llvm_fence()
+@in_llvm(fence)
+def _fence(typing_context):
+    def codegen(context, builder, signature, arguments):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic
@@ -120,12 +110,3 @@ def _stream_line(typing_context, target, target_line, source, source_line):
         return context.get_dummy_value()
 
     return types.void(target, types.intp, source, types.intp), codegen
-
-
-@intrinsic
-def _llvm_fence(typing_context):
-    def codegen(context, builder, signature, arguments):
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), codegen

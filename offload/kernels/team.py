@@ -1,7 +1,7 @@
 """Thread teams: who runs a kernel's work items.
 
 Preferred is a Numba threading layer that two Python threads may enter at once: ``omp``, then ``tbb``. Without either, an
-executor's threads run the serial form of the same kernels. Never ``workqueue``, in which two threads abort the process.
+executor's threads run the same kernels. Never ``workqueue``, in which two threads abort the process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numba
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
 
-from offload.kernels.jit import Kernel, jit_disabled
+from offload.kernels.jit import Kernel, caching_in, jit_disabled, parallel
 from offload.kernels.shares import make_shares
 
 __all__ = [
@@ -40,10 +44,9 @@ class Team(Protocol):
 
     name: str
     num_threads: int
-    parallel: bool  #: which form of a kernel `run` needs
 
-    def start(self) -> None:
-        """Prepare; called once, in the thread that will call `run`."""
+    def start(self, cache: Path | None = None) -> None:
+        """Prepare; called once, in the thread that will call `run`. What has to be compiled is kept in ``cache``."""
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
         """Run all items."""
@@ -122,10 +125,33 @@ def _preferred(layer: str) -> Iterator[None]:
         numba.config.THREADING_LAYER = previous
 
 
+@intrinsic
+def _call_address(typing_context, function, worker, arguments):
+    """Call the C function ``void (int64_t, void *)`` at an address."""
+
+    def codegen(context, builder, signature, values):
+        kind = ir.FunctionType(ir.VoidType(), [values[1].type, values[2].type])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
+
+
+@parallel
+def launch(num_workers, function, arguments):
+    """Run a `Call` on Numba's team."""
+    for worker in prange(num_workers):
+        _call_address(function, worker, arguments)
+
+
+LAUNCH_TYPES = (types.intp,) * 3
+
+run_in_c = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
+"""Makes of an address what Python can call, without the GIL."""
+
+
 class LayerTeam:
     """Numba's own team."""
-
-    parallel = True
 
     def __init__(self, layer: str, num_threads: int) -> None:
         self.name = layer
@@ -134,44 +160,48 @@ class LayerTeam:
             logger.warning("%d kernel threads asked for, Numba was imported with %d", num_threads, limit)
         self.num_threads = max(1, min(num_threads, limit))
 
-    def start(self) -> None:
+    def start(self, cache: Path | None = None) -> None:
         # In the worker, never in the main thread: a first launch there would change torch's thread count, and the number
         # of threads is a property of the thread that sets it.
         with _preferred(self.name):
             numba.set_num_threads(self.num_threads)
         self.name = str(numba.threading_layer())
+        if LAUNCH_TYPES not in launch.overloads:
+            with caching_in(cache):
+                if cache is not None:
+                    launch.enable_caching()
+                launch.compile(LAUNCH_TYPES)
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
-        kernel(0, self.num_threads, make_shares(count, self.num_threads), arguments, parallel=True)
+        call = kernel.bind(make_shares(count, self.num_threads), arguments)
+        launch(self.num_threads, call.function, call.arguments)
 
     def close(self) -> None:
         pass
 
 
 class ExecutorTeam:
-    """A team of Python threads, each in a serial kernel without the GIL."""
+    """A team of Python threads, each in a kernel without the GIL."""
 
     name = "executor"
-    parallel = False
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = max(1, num_threads)
         self._executor: ThreadPoolExecutor | None = None
 
-    def start(self) -> None:
+    def start(self, cache: Path | None = None) -> None:
         # The calling thread takes a share itself.
         if self.num_threads > 1:
             self._executor = ThreadPoolExecutor(self.num_threads - 1, thread_name_prefix="offload-kernel")
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
-        shares = make_shares(count, self.num_threads)
+        call = kernel.bind(make_shares(count, self.num_threads), arguments)
+        run = run_in_c(call.function)
         futures = []
         if self._executor is not None:
-            futures = [
-                self._executor.submit(kernel, worker, worker + 1, shares, arguments, parallel=False)
-                for worker in range(1, self.num_threads)
-            ]
-        kernel(0, 1, shares, arguments, parallel=False)
+            others = range(1, self.num_threads)
+            futures = [self._executor.submit(run, worker, call.arguments) for worker in others]
+        run(0, call.arguments)
         for future in futures:
             future.result()
 
@@ -186,13 +216,12 @@ class PythonTeam:
 
     name = "python"
     num_threads = 1
-    parallel = False
 
-    def start(self) -> None:
+    def start(self, cache: Path | None = None) -> None:
         pass
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
-        kernel(0, 1, make_shares(count, 1), arguments, parallel=False)
+        kernel.run_python(make_shares(count, 1), arguments)
 
     def close(self) -> None:
         pass

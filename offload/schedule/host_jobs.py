@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,8 +202,10 @@ class StepTile(_SlotJob):
         new_state = self._plan.shadow if self._speculative else None
         with self._pipe.clock.stage("kernel"):
             for launch in self._launches:
-                arrays = _tile_arrays(self._plan, self._gradients, launch, fresh, weight, self._with_sums)
-                self._pipe.backend.update(replace(arrays, new_state=new_state), self._rows, launch.select)
+                arrays = _tile_arrays(
+                    self._plan, self._gradients, launch, fresh, weight, new_state, self._with_sums
+                )
+                self._pipe.backend.update(arrays, self._rows, launch.select)
         self._release()
 
     def deliver(self) -> None:
@@ -232,7 +233,7 @@ class MeasureTile:
         state = self._plan.state
         with self._pipe.clock.stage("norm"):
             for launch in self._launches:
-                arrays = _tile_arrays(self._plan, self._gradients, launch, None, None, True)
+                arrays = _tile_arrays(self._plan, self._gradients, launch)
                 self._pipe.backend.square_sums(
                     arrays.grad, arrays.acc, state.sums, state.nonfinite, state.blocks, launch.select
                 )
@@ -400,9 +401,10 @@ def _tile_arrays(
     plan: TilePlan,
     gradients: HostGradients,
     launch: Launch,
-    fresh: Array | None,
-    weight: Array | None,
-    with_sums: bool,
+    fresh: Array | None = None,
+    weight: Array | None = None,
+    new_state: tuple[Array, ...] | None = None,
+    with_sums: bool = True,
 ) -> TileArrays:
     chunk, state = plan.chunk.chunk, plan.state
     accumulated = gradients.accumulated(chunk)[plan.elements] if launch.adds or not launch.fresh else None
@@ -420,4 +422,5 @@ def _tile_arrays(
         sums=state.sums if with_sums else None,
         nonfinite=state.nonfinite if with_sums else None,
         blocks=state.blocks,
+        new_state=new_state,
     )

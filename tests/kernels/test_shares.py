@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,11 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numba import prange
 
 from offload.kernels.jit import Kernel, jit_disabled
 from offload.kernels.shares import LINE, NEXT, STOP, items, make_shares
-from offload.kernels.team import ExecutorTeam, LayerTeam, find_layer
+from offload.kernels.team import ExecutorTeam, LayerTeam, find_layer, run_in_c
 
 DEADLINE_S = 30.0
 
@@ -22,12 +22,21 @@ compiled = pytest.mark.skipif(jit_disabled(), reason="without the JIT there is o
 
 
 @Kernel
-def count_items(first, last, shares, counts, takers):
+def count_items(worker, call):
     """Count each item and note who took it."""
-    for worker in prange(first, last):
-        for item in items(shares, worker):
-            counts[item] += 1
-            takers[item] = worker
+    shares, counts, takers = call[0]
+    for item in items(shares, worker):
+        counts[item] += 1
+        takers[item] = worker
+
+
+def run_workers(workers: Sequence[int], shares: np.ndarray, counts: np.ndarray, takers: np.ndarray) -> None:
+    """Let threads without the GIL be these workers, of those that have shares."""
+    call = count_items.bind(shares, (counts, takers))
+    run = run_in_c(call.function)
+    with ThreadPoolExecutor(len(workers)) as threads:
+        for future in [threads.submit(run, worker, call.arguments) for worker in workers]:
+            future.result(DEADLINE_S)
 
 
 @given(count=st.integers(0, 2000), num_workers=st.integers(1, 70))
@@ -61,7 +70,7 @@ def test_each_item_is_taken_once(make: Any) -> None:
 
     def run() -> None:
         team.start()
-        count_items.compile((counts, takers), parallel=team.parallel)
+        count_items.compile((counts, takers))
         for _ in range(200):
             team.run(count_items, counts.size, (counts, takers))
 
@@ -77,15 +86,8 @@ def test_each_item_is_taken_once(make: Any) -> None:
 def test_the_share_of_a_worker_that_never_comes_is_done_by_the_others() -> None:
     """What a descheduled thread is to its team: with shares of its own alone, its items would be missing here."""
     counts, takers = np.zeros(100, np.int64), np.full(100, -1)
-    count_items.compile((counts, takers), parallel=False)
-    shares = make_shares(counts.size, 4)
-    with ThreadPoolExecutor(3) as threads:
-        runs = [
-            threads.submit(count_items, worker, worker + 1, shares, (counts, takers), parallel=False)
-            for worker in (0, 1, 3)
-        ]
-        for run in runs:
-            run.result(DEADLINE_S)
+    count_items.compile((counts, takers))
+    run_workers((0, 1, 3), make_shares(counts.size, 4), counts, takers)
     assert (counts == 1).all()
     assert set(takers[25:75]) <= {0, 1, 3}
 
@@ -94,14 +96,9 @@ def test_the_share_of_a_worker_that_never_comes_is_done_by_the_others() -> None:
 def test_taking_is_atomic() -> None:
     """Threads in the same share, without the GIL; a read and a write apart would give some items out twice."""
     counts, takers = np.zeros(400_000, np.int64), np.zeros(400_000, np.int64)
-    count_items.compile((counts, takers), parallel=False)
+    count_items.compile((counts, takers))
     shares = make_shares(counts.size, 1)
     both = np.concatenate([shares, np.zeros_like(shares)])  # a second worker with nothing of its own
-    with ThreadPoolExecutor(2) as threads:
-        for run in [
-            threads.submit(count_items, worker, worker + 1, both, (counts, takers), parallel=False)
-            for worker in (0, 1)
-        ]:
-            run.result(DEADLINE_S)
+    run_workers((0, 1), both, counts, takers)
     assert (counts == 1).all()
     assert both[0, NEXT] == counts.size + 2  # each of the two was told once that nothing is left

@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from offload.kernels import asm
 from offload.kernels.backend import TileArrays, Variant
 from offload.kernels.blocks import make_blocks
 from offload.kernels.jit import Kernel
 from offload.kernels.numba_backend import NumbaBackend
 from offload.kernels.rule import RULES, AdamWRule, KernelRule
-from offload.kernels.team import make_team
 from tests import oracles
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
@@ -46,14 +44,14 @@ SPECIAL = np.array(
 
 
 def fresh_assembly(rule: KernelRule, variants: Sequence[Variant]) -> dict[Any, str]:
-    """By signature, of updates compiled for this: those of the process may come from a cache, which has no assembly."""
-    kernel, parallel = Kernel(rule.kernel.python), make_team(1).parallel
+    """By types of arguments, of updates compiled for this: those of the process may come from a cache, without assembly."""
+    kernel = Kernel(rule.kernel.python)
     backend = NumbaBackend(rule, num_threads=1, variants=variants)
     for variant in variants:
         for called, arguments in backend._hot_calls(variant):
             if called is rule.kernel:
-                kernel.compile(arguments, parallel=parallel)
-    return asm.vector_assembly(kernel.form(parallel))
+                kernel.compile(arguments)
+    return kernel.assembly()
 
 
 def special_values(rng: np.random.Generator, numel: int, scale: float = 1.0) -> np.ndarray:
