@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -107,3 +108,15 @@ def test_an_empty_array_has_no_address_and_is_fine() -> None:
     out = np.ones(1)
     run(weigh_rows, 1, np.zeros((0, 4)), out)
     assert out[0] == 0.0
+
+
+@compiled
+def test_a_call_keeps_what_its_addresses_point_to() -> None:
+    shares, second, out = make_shares(1, 1), np.zeros((3, 4)), np.zeros(1)
+    weigh_rows.compile((second, out))
+    call = weigh_rows.bind(shares, (second, out))
+    alive = [weakref.ref(array) for array in (shares, second, out)]
+    del shares, second, out
+    assert all(array() is not None for array in alive)
+    del call
+    assert not any(array() is not None for array in alive)
