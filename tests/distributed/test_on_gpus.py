@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import offload
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_checkpoints import restore, states
+from tests.distributed.test_hybrid_on_ranks import ends_of_hybrids
 from tests.distributed.test_replicated import ddp
 from tests.distributed.test_verdicts import counted_collectives
 from tests.distributed.training import (
@@ -65,6 +66,12 @@ def test_bits_in_every_mode(ranks: Ranks, options: dict[str, Any]) -> None:
 def test_bits_on_a_mesh_of_replicas(ranks: Ranks, mesh: tuple[int, int]) -> None:
     """(2, 1): gradients come on FSDP's all-reduce stream."""
     ranks.run(all_modes, 2, mesh, ("replicate", "shard"), backend="nccl", deadline_s=240.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=str)
+def test_hybrids_with_and_without_overlap(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    variants = [options, {"overlap_forward": True, **options}]
+    ranks.run(ends_of_hybrids, 2, str(tmp_path), variants, "cuda", backend="nccl", deadline_s=240.0)
 
 
 def resumed(first: int, last: int, folder: Path, source: bool) -> dict[str, torch.Tensor]:

@@ -38,13 +38,18 @@ Prepare = Callable[[nn.Module, int], None]
 
 
 def sharded_decoder(
-    mesh: DeviceMesh | None = None, *, device: str = "cpu", fp32: bool = False, **options: Any
+    mesh: DeviceMesh | None = None,
+    *,
+    device: str = "cpu",
+    fp32: bool = False,
+    sizes: dict[str, Any] | None = None,
+    **options: Any,
 ) -> nn.Module:
     """BF16 with FP32 norms, under FSDP2: each layer a group of its own, and each norm, as its dtype differs.
 
     Shards are uneven (97 rows, 125 columns), and of ``scale``, which has one element, all but one are empty.
     """
-    model = make_decoder(layers=2).to(device)
+    model = make_decoder(layers=2, **sizes or {}).to(device)
     for layer in model.layers:
         layer.scale = nn.Parameter(torch.ones(1, device=device))
     if not fp32:
@@ -65,6 +70,8 @@ def optimizer_over(model: nn.Module, mode: str, **options: Any) -> offload.AdamW
     """With small tiles, one kernel thread, and torch's kernels, which need no compilation."""
     config = {"tile_numel": 1024, "threads": 1, "timeout_s": 30.0, **options.pop("config", {})}
     arguments = {"backend": "torch", "lr": 1e-3, **options}
+    if options.get("overlap_forward"):
+        arguments["model"] = model
     return offload.AdamW(two_groups(model), mode=mode, config=offload.OffloadConfig(**config), **arguments)
 
 
