@@ -1,4 +1,4 @@
-"""What the library is compared with: torch's own fused AdamW on FP32 masters, everything on the device.
+"""What the library is compared with: torch's own fused AdamW on FP32 masters, everything on the device; or no optimizer.
 
 This is as fast as torch alone gets with BF16 weights and FP32 state. Gradients are widened to FP32 for a
 bucket of parameters at a time, in one multi-tensor call, into a scratch buffer that all buckets share: no
@@ -19,6 +19,34 @@ from torch.distributed.tensor import DTensor
 from offload.distributed import local_shard, shard_of
 
 BUCKET_NUMEL = 1 << 28  # 1 GiB of FP32 gradients; a larger parameter is a bucket of its own
+
+
+class NoOptimizer:
+    """The loop without an update: each gradient goes when it has been computed."""
+
+    last_step = None
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(_drop_gradient) for p in parameters if p.requires_grad
+        ]
+
+    def step(self) -> None:
+        """Nothing is updated."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """There are no gradients."""
+
+    def synchronize(self) -> None:
+        """Nothing is in flight outside the device's own stream."""
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 class ResidentAdamW:

@@ -19,7 +19,7 @@ import psutil
 import torch
 from _baseline import BUCKET_NUMEL
 from _measure import GIB, format_table, in_gib
-from _optimizers import BASELINE, LIBRARY_RESIDENT
+from _optimizers import ALONE, BASELINE, LIBRARY_RESIDENT, NOT_OURS
 from _shapes import DecoderShape
 
 from offload import MemoryBudgetError, OffloadConfig
@@ -149,10 +149,12 @@ def need_of(mode: str, job: Job, *, on_gpu: bool) -> Need:
     )
     workload, activations = workload_of(run, config), activations_of(run)
     # auto takes what fits, and a wavefront at the least.
-    name = {BASELINE: "resident", LIBRARY_RESIDENT: "resident", "auto": "wavefront"}.get(mode, mode)
+    name = {BASELINE: "resident", LIBRARY_RESIDENT: "resident", ALONE: "wavefront", "auto": "wavefront"}.get(
+        mode, mode
+    )
     made = plan(name, workload, _unlimited(on_gpu=on_gpu))
     peak = _peak_bytes(made, workload, activations)
-    saves = job.num_saves > 0 and mode != BASELINE
+    saves = job.num_saves > 0 and mode not in NOT_OURS
     host = made.host_bytes + SNAPSHOT_BYTES * workload.numel * saves
     disk = SAVED_BYTES * job.shape.counted().numel * job.num_saves
     if not on_gpu:  # all in one memory, and activations are FP32

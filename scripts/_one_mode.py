@@ -25,7 +25,7 @@ from _measure import (
 )
 from _models import LanguageModel, build_model, implementation_of, num_parameters
 from _optimizers import (
-    BASELINE,
+    NOT_OURS,
     OVERLAPPING,
     make_optimizer,
     measure_rates,
@@ -51,7 +51,7 @@ def measure_mode(args: argparse.Namespace, world: World) -> dict[str, Any]:
         )  # its backward is not deterministic; flash attention's can be
     started = time.perf_counter()
     config = parse_assignments(args.config)
-    threads = None if args.worker == BASELINE else world.gather(thread_budget(device, config))
+    threads = None if args.worker in NOT_OURS else world.gather(thread_budget(device, config))
     model, rates = build_model_and_measure(args, device, world, args.seed)
     constructing = time.perf_counter()
     optimizer = build_optimizer(args, model)
@@ -72,15 +72,15 @@ def measure_mode(args: argparse.Namespace, world: World) -> dict[str, Any]:
     }
     result["runs"] = measure_lengths(args, model, optimizer, device, world)
     has_failed = result["runs"][-1]["status"] != "ok"
-    if args.trace and args.worker != BASELINE and not has_failed:
+    if args.trace and args.worker not in NOT_OURS and not has_failed:
         trace_lengths(args, model, optimizer, device, world)
-    if args.worker != BASELINE:
+    if args.worker not in NOT_OURS:
         result["plan"] = str(optimizer.plan)  # as it is after the steps: a hybrid moves its balance
     for run in result["runs"]:
         run["update"] = result["update"]
     if result["update"] is not None:
         result["rates_after"] = vars(measure_rates_anew(device, config.get("threads")))
-    if args.checkpoint and args.worker != BASELINE and not has_failed:
+    if args.checkpoint and args.worker not in NOT_OURS and not has_failed:
         batch = batch_of(args, args.seq[-1], device, world)
         saved = _resume.save_and_go_on(args.checkpoint / args.worker, model, optimizer, batch, world)
         optimizer.close()

@@ -1,4 +1,4 @@
-"""One way to make the optimizer of a mode: torch's own for ``resident``, the library's for all others."""
+"""One way to make the optimizer of a mode: torch's own for ``resident``, none for ``model-alone``, else the library's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from _baseline import ResidentAdamW
+from _baseline import NoOptimizer, ResidentAdamW
 from _roofline import BESIDE_LINK, LINK_SHARE
 from torch import Tensor, nn
 
 BASELINE = "resident"
 LIBRARY_RESIDENT = "offload-resident"  # the library's own resident mode, beside the baseline
+ALONE = "model-alone"  # forward and backward without an update: what no optimizer can go below
+NOT_OURS = (BASELINE, ALONE)
 OVERLAPPING = ("wavefront", "hybrid", "auto")  # modes for which overlap_forward means something
 BASELINE_OPTIONS = {"lr", "betas", "eps", "weight_decay", "maximize", "max_grad_norm"}
 
@@ -30,6 +32,8 @@ def make_optimizer(
     if mode == BASELINE:
         known = {name: value for name, value in options.items() if name in BASELINE_OPTIONS}
         return ResidentAdamW(model.named_parameters(), masters=masters, **known)
+    if mode == ALONE:
+        return NoOptimizer(model.parameters())
     offload = importlib.import_module("offload")
     if options.get("overlap_forward") and mode in OVERLAPPING:
         options["model"] = model
@@ -73,7 +77,7 @@ def update_seconds(
     mode: str, optimizer: Any, rates: Any, config: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """What a roofline needs of an optimizer: seconds of its update at `rates`, chunks, tiles; None where not known."""
-    if rates is None or mode == BASELINE or optimizer.plan.step_s is None:
+    if rates is None or mode in NOT_OURS or optimizer.plan.step_s is None:
         return None
     plan, offload = optimizer.plan, importlib.import_module("offload")
     hybrid_plan = importlib.import_module("offload.schedule.hybrid_plan")
@@ -103,7 +107,7 @@ def update_seconds(
 
 def pinned_bytes(mode: str) -> int:
     """Host memory that the optimizer of this process has pinned; torch's own pins none."""
-    if mode == BASELINE:
+    if mode in NOT_OURS:
         return 0
     return int(importlib.import_module("offload.transfer.pinned").pinned_bytes())
 

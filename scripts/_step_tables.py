@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from _measure import format_table, in_gib, stage_rows
-from _optimizers import BASELINE
+from _optimizers import ALONE, BASELINE
 from _published import print_beside
 from _resume import describe
 from _roofline import CAUSES, Compute, exposed, roofline, turn_shares
@@ -24,7 +24,7 @@ def compare_with_first(runs: list[dict[str, Any]], shape: ModelShape, batch: int
     done = [run for run in runs if run["status"] == "ok"]
     for run in done:
         peers = [peer for peer in done if peer["seq"] == run["seq"]]
-        reference = peers[0]["losses"]
+        reference = next((peer for peer in peers if peer["mode"] != ALONE), run)["losses"]
         run["max_loss_difference"] = max(abs(a - b) for a, b in zip(run["losses"], reference, strict=True))
         run["bit_equal_losses"] = run["losses"] == reference
         baseline = next((peer for peer in peers if peer["mode"] == BASELINE), None)
@@ -83,7 +83,7 @@ def print_tables(result: dict[str, Any]) -> None:
                 f"\n{run['mode']} at {run['seq']} tokens, long run: bytes gained: {gained}; last steps {slower}"
             )
     for length in dict.fromkeys(run["seq"] for run in done):
-        print_losses(length, [run for run in done if run["seq"] == length])
+        print_losses(length, [run for run in done if run["seq"] == length and run["mode"] != ALONE])
     for run in done:
         if run["stages"]:
             title = f"{run['mode']}, {run['seq']} tokens"

@@ -3,9 +3,10 @@
     python scripts/bench_step.py --model qwen3-4b --seq 8192,16384 --modes resident,wavefront --json out.json
 
 ``resident`` is torch's own fused AdamW with FP32 masters on the device: what one would use if memory were no
-matter. ``offload-resident`` is the library's mode of that name. All modes start from the same random weights
-and see the same batch in every step, so their losses can be compared step by step. Each mode runs in a fresh
-process, in which all sequence lengths follow each other.
+matter. ``offload-resident`` is the library's mode of that name, and ``model-alone`` no optimizer at all: gradients
+are dropped as they come, which is the least memory and time that any of them can reach. All modes start from the same
+random weights and see the same batch in every step, so their losses can be compared step by step. Each mode runs in
+a fresh process, in which all sequence lengths follow each other.
 
     torchrun --nproc-per-node 2 scripts/bench_step.py --model qwen3-4b --seq 16384 --modes resident,wavefront
 
@@ -37,7 +38,7 @@ import _published
 import torch
 from _measure import write_json
 from _one_mode import free, measure_mode, shape_of
-from _optimizers import BASELINE, parse_assignments
+from _optimizers import BASELINE, NOT_OURS, parse_assignments
 from _ranks import World, join_world
 from _shapes import SHAPES
 from _step_tables import compare_with_first, print_tables
@@ -101,7 +102,7 @@ def plan_layers(args: argparse.Namespace, world: World) -> dict[str, Any] | None
         max(args.seq),
         ranks=world.size,
         holds_gradients="max_grad_norm" in options or options.get("nonfinite", "propagate") != "propagate",
-        num_saves=sum(mode != BASELINE for mode in args.modes) if args.checkpoint else 0,
+        num_saves=sum(mode not in NOT_OURS for mode in args.modes) if args.checkpoint else 0,
         overlaps_forward=bool(options.get("overlap_forward")),
         config=OffloadConfig(**parse_assignments(args.config)),
     )

@@ -62,7 +62,8 @@ def test_bench_step_compares_modes(tmp_path: Path) -> None:
     result = run_script(
         "bench_step.py", tmp_path / "out.json",
         "--device", "cpu", "--model", "tiny", "--implementation", "plain", "--seq", "16,32", "--modes",
-        "resident,wavefront", "--steps", "5", "--warmup", "3", "--config", "tile_numel=4096", "--config", "ring_slots=2",
+        "resident,wavefront,model-alone", "--steps", "5", "--warmup", "3",
+        "--config", "tile_numel=4096", "--config", "ring_slots=2",
         "--trace", str(tmp_path / "traces"),
     )  # fmt: skip
     assert {path.name for path in (tmp_path / "traces").iterdir()} == {
@@ -77,8 +78,13 @@ def test_bench_step_compares_modes(tmp_path: Path) -> None:
     assert result["config"] == {"tile_numel": 4096, "ring_slots": 2}
     assert [(run["mode"], run["seq"]) for run in result["runs"]] == [
         ("resident", 16), ("resident", 32), ("wavefront", 16), ("wavefront", 32),
+        ("model-alone", 16), ("model-alone", 32),
     ]  # fmt: skip
-    for run in result["runs"]:
+    for run in result["runs"][4:]:
+        assert run["status"] == "ok"
+        assert len(set(run["losses"])) == 1
+        assert run["share_of_resident"] > 0
+    for run in result["runs"][:4]:
         assert run["status"] == "ok"
         assert len(run["losses"]) == 8
         assert run["max_loss_difference"] < 1e-4
