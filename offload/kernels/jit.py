@@ -113,11 +113,12 @@ def _jit(function: Callable[..., Any], flags: dict[str, Any]) -> Any:
 class Call:
     """A compiled kernel with its arguments, as a launcher takes them: the addresses of the function and of its arguments.
 
-    Lives as long as the call. The arrays are the caller's to keep.
+    Keeps all that they point to. So it must live until the last worker has returned, and no longer.
     """
 
     def __init__(self, function: int, arguments: tuple[Any, ...]) -> None:
         self.function = function
+        self._kept = arguments
         self._layout = _layout(arguments)
         self.arguments, _ = self._layout.buffer_info()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from offload.errors import KernelError
 from offload.kernels.buffers import make_buffer, make_stage
 from offload.kernels.jit import Kernel, inner, jit_disabled
 from offload.kernels.shares import items, make_shares
-from offload.kernels.team import make_team
+from offload.kernels.team import ExecutorTeam, make_team
 
 DEADLINE_S = 30.0
 
@@ -107,3 +109,47 @@ def test_an_empty_array_has_no_address_and_is_fine() -> None:
     out = np.ones(1)
     run(weigh_rows, 1, np.zeros((0, 4)), out)
     assert out[0] == 0.0
+
+
+@compiled
+def test_a_call_keeps_all_that_it_points_to() -> None:
+    """Shares belong to nobody else: freed, the next small array of any thread would be written in their place."""
+    second, out, shares = np.zeros((3, 4)), np.zeros(1), make_shares(1, 1)
+    weigh_rows.compile((second, out))
+    alive = [weakref.ref(array) for array in (second, out, shares)]
+    call = weigh_rows.bind(shares, (second, out))
+    del second, out, shares
+    assert all(reference() is not None for reference in alive)
+    del call
+    assert all(reference() is None for reference in alive)
+
+
+class _FailingExecutor(ThreadPoolExecutor):
+    """Runs the first of many, keeps the second back and then fails, as where no thread can be started."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.num_submitted = 0
+        self.late: Any = None
+
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Any:
+        self.num_submitted += 1
+        if self.num_submitted == 1:
+            return super().submit(function, *arguments, **options)
+        self.late = lambda: function(*arguments, **options)
+        raise RuntimeError("can't start new thread")
+
+
+@compiled
+def test_an_executor_that_fails_leaves_no_item_for_later() -> None:
+    target, out = np.zeros(8, np.uint16), np.zeros(500)
+    use_buffers.compile((target, out))
+    team = ExecutorTeam(3)
+    team._executor = executor = _FailingExecutor()
+    with pytest.raises(RuntimeError, match="new thread"):
+        team.run(use_buffers, out.size, (target, out))
+    np.testing.assert_array_equal(out, np.arange(500.0) * 1024 + 4096)
+    out[:] = -1.0
+    executor.late()
+    assert (out == -1.0).all()
+    team.close()
