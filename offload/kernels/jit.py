@@ -8,13 +8,11 @@ wrappers, and Numba would lower a parallel region each time: construction on a n
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
 import tempfile
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +25,7 @@ from numba.core.utils import pysignature
 from numba.extending import lower_builtin, type_callable
 
 from offload.errors import KernelError
+from offload.kernels.arguments import UNUSABLE, check_layout, describe, kinds_of, lay_out, numba_type
 
 __all__ = ["Call", "Kernel", "cache_folder", "caching_in", "in_llvm", "inner", "jit_disabled", "parallel"]
 
@@ -119,7 +118,7 @@ class Call:
     def __init__(self, function: int, arguments: tuple[Any, ...]) -> None:
         self.function = function
         self._kept = arguments
-        self._layout = _layout(arguments)
+        self._layout = lay_out(arguments)
         self.arguments, _ = self._layout.buffer_info()
 
 
@@ -139,18 +138,21 @@ class Kernel:
 
     def is_compiled(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a call with arguments of these types would run at once."""
-        return jit_disabled() or _kinds(arguments) in self._compiled
+        return jit_disabled() or kinds_of(arguments) in self._compiled
 
     def compile(self, arguments: tuple[Any, ...], *, cache: Path | None = None) -> None:
         """Compile for the types of ``arguments`` (the values do not matter), or load that from the cache."""
         if self.is_compiled(arguments):
             return
-        if UNUSABLE in _kinds(arguments):
+        if UNUSABLE in kinds_of(arguments):
             raise self._refusal(arguments)
-        signature = types.void(types.intp, types.CPointer(types.Tuple([*map(_type, (SHARES, *arguments))])))
+        check_layout((SHARES, *arguments))
+        signature = types.void(
+            types.intp, types.CPointer(types.Tuple([*map(numba_type, (SHARES, *arguments))]))
+        )
         with _compile_lock, caching_in(cache):
             decorate: Any = numba.cfunc(signature, cache=cache is not None, **FLAGS)
-            self._compiled[_kinds(arguments)] = decorate(self.python)
+            self._compiled[kinds_of(arguments)] = decorate(self.python)
 
     def bind(self, shares: np.ndarray, arguments: tuple[Any, ...]) -> Call:
         """What a launcher needs to run this on ``arguments``.
@@ -158,7 +160,7 @@ class Kernel:
         Raises:
             KernelError: it was not compiled for their types.
         """
-        compiled = self._compiled.get(_kinds(arguments))
+        compiled = self._compiled.get(kinds_of(arguments))
         if compiled is None:
             raise self._refusal(arguments)
         return Call(compiled.address, (shares, *arguments))
@@ -174,55 +176,13 @@ class Kernel:
 
     def _refusal(self, arguments: tuple[Any, ...]) -> KernelError:
         return KernelError(
-            f"kernel {self.name} was not compiled for these arguments: {', '.join(map(_describe, arguments))}. "
-            "Arrays must be C-contiguous, aligned, writable and of native byte order, of a variant that start() was given"
+            f"kernel {self.name} was not compiled for these arguments: {', '.join(map(describe, arguments))}. "
+            "Arrays must be C-contiguous, aligned, writable and of native byte order, numbers whole, all of a variant that "
+            "start() was given"
         )
 
 
 SHARES = np.zeros((1, 1), np.int64)
-UNUSABLE = "unusable"
-
-
-def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a compiled function depends on; arrays that none can take get a kind of their own."""
-    return tuple([_kind(argument) for argument in arguments])
-
-
-def _kind(argument: Any) -> Any:
-    if isinstance(argument, np.ndarray):
-        return (argument.dtype, argument.ndim) if argument.flags.carray else UNUSABLE
-    return None if argument is None else int
-
-
-def _type(argument: Any) -> Any:
-    """The Numba type of an argument; each is some 64-bit words in memory, without padding (see `_layout`)."""
-    if isinstance(argument, np.ndarray):
-        return numba.typeof(argument)
-    return types.none if argument is None else types.intp
-
-
-def _layout(arguments: tuple[Any, ...]) -> array[int]:
-    """Arguments as Numba lays out a tuple of them. An array is (owner, parent, size, item size, address, shape, strides).
-
-    In the worker's gap between two kernels: each of the calls here was chosen by its time, ``.ctypes.data`` takes 3 us.
-    """
-    words: list[int] = []
-    for argument in arguments:
-        if argument is None:
-            words.append(0)
-        elif isinstance(argument, np.ndarray):
-            memory: Any = argument
-            first = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if argument.size else 0
-            words += (0, 0, argument.size, argument.itemsize, first, *argument.shape, *argument.strides)
-        else:
-            words.append(int(argument))
-    return array("q", words)
-
-
-def _describe(argument: Any) -> str:
-    if not isinstance(argument, np.ndarray):
-        return type(argument).__name__
-    return f"{argument.dtype}{list(argument.shape)}" + ("" if argument.flags.carray else " (unusable)")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from offload.errors import KernelError
+from offload.kernels import arguments
 from offload.kernels.buffers import make_buffer, make_stage
 from offload.kernels.jit import Kernel, inner, jit_disabled
 from offload.kernels.shares import items, make_shares
@@ -45,13 +46,13 @@ def use_buffers(worker, call):
         out[item] = buffer.sum() + stage.size
 
 
-def run(kernel: Kernel, count: int, *arguments: Any, num_threads: int = 1) -> None:
+def run(kernel: Kernel, count: int, *operands: Any, num_threads: int = 1) -> None:
     team = make_team(num_threads)
 
     def work() -> None:
         team.start()
-        kernel.compile(arguments)
-        team.run(kernel, count, arguments)
+        kernel.compile(operands)
+        team.run(kernel, count, operands)
         team.close()
 
     thread = threading.Thread(target=work)
@@ -87,8 +88,9 @@ compiled = pytest.mark.skipif(jit_disabled(), reason="NUMBA_DISABLE_JIT: nothing
         np.frombuffer(bytearray(97), np.uint8)[1:].view(np.float64).reshape(3, 4),
         None,
         3,
+        [3.0],
     ],
-    ids=["dtype", "order", "dimensions", "byte order", "read-only", "unaligned", "None", "number"],
+    ids=["dtype", "order", "dimensions", "byte order", "read-only", "unaligned", "None", "number", "list"],
 )
 def test_what_does_not_fit_is_refused(second: Any) -> None:
     out = np.zeros(1)
@@ -132,11 +134,11 @@ class _FailingExecutor(ThreadPoolExecutor):
         self.num_submitted = 0
         self.late: Any = None
 
-    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Any:
+    def submit(self, function: Any, /, *operands: Any, **options: Any) -> Any:
         self.num_submitted += 1
         if self.num_submitted == 1:
-            return super().submit(function, *arguments, **options)
-        self.late = lambda: function(*arguments, **options)
+            return super().submit(function, *operands, **options)
+        self.late = lambda: function(*operands, **options)
         raise RuntimeError("can't start new thread")
 
 
@@ -153,3 +155,30 @@ def test_an_executor_that_fails_leaves_no_item_for_later() -> None:
     executor.late()
     assert (out == -1.0).all()
     team.close()
+
+
+@compiled
+@pytest.mark.parametrize("number", [0.5, np.float32(0.5), np.zeros(1)[0]])
+def test_a_fraction_is_no_whole_number(number: Any) -> None:
+    """It would arrive as 0."""
+    out = np.zeros(1)
+    with pytest.raises(KernelError, match="whole"):
+        weigh_rows.compile((number, out))
+
+
+@compiled
+@pytest.mark.parametrize("fields", ["reversed", "fewer", "others"])
+def test_another_layout_of_arrays_is_refused(monkeypatch: pytest.MonkeyPatch, fields: str) -> None:
+    """As where a newer Numba has changed its arrays: compiled code would take a size for an address."""
+    known = arguments.ARRAY_FIELDS
+    changed = {"reversed": known[::-1], "fewer": known[:-1], "others": (*known[:-1], "flags")}[fields]
+    monkeypatch.setattr(arguments, "ARRAY_FIELDS", changed)
+    with pytest.raises(KernelError, match=r"another way.*torch"):
+        Kernel(weigh_rows.python).compile((np.zeros((3, 4)), np.zeros(1)))
+
+
+@compiled
+def test_words_of_another_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "WORD_BYTES", 4)
+    with pytest.raises(KernelError, match="another way"):
+        Kernel(weigh_rows.python).compile((np.zeros((3, 4)), np.zeros(1)))
