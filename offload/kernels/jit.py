@@ -21,6 +21,8 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.core.ccallback import CFunc
+from numba.core.registry import cpu_target
 from numba.core.utils import pysignature
 from numba.extending import lower_builtin, type_callable
 
@@ -56,7 +58,7 @@ OUTER: dict[str, Any] = {
     },
 }
 
-_compile_lock = threading.Lock()
+_compile_lock, _cache_lock = threading.Lock(), threading.Lock()
 
 
 def jit_disabled() -> bool:
@@ -144,15 +146,25 @@ class Kernel:
         """Compile for the types of ``arguments`` (the values do not matter), or load that from the cache."""
         if self.is_compiled(arguments):
             return
-        if UNUSABLE in kinds_of(arguments):
+        kinds = kinds_of(arguments)
+        if UNUSABLE in kinds:
             raise self._refusal(arguments)
-        check_layout((SHARES, *arguments))
-        signature = types.void(
-            types.intp, types.CPointer(types.Tuple([*map(numba_type, (SHARES, *arguments))]))
-        )
-        with _compile_lock, caching_in(cache):
-            decorate: Any = numba.cfunc(signature, cache=cache is not None, **FLAGS)
-            self._compiled[kinds_of(arguments)] = decorate(self.python)
+        with _compile_lock:
+            # Once, whoever else asks: a function that another one replaces might be running.
+            if kinds not in self._compiled:
+                check_layout((SHARES, *arguments))
+                self._compiled[kinds] = self._make(arguments, cache)
+
+    def _make(self, arguments: tuple[Any, ...], cache: Path | None) -> CFunc:
+        """`numba.cfunc` in its own steps: the folder of caches is a setting of the whole process, to be put back at once."""
+        operands = types.Tuple([*map(numba_type, (SHARES, *arguments))])
+        signature = ((types.intp, types.CPointer(operands)), types.void)
+        compiled = CFunc(self.python, signature, locals={}, options=FLAGS)
+        if cache is not None:
+            with caching_in(cache / _short_hash(str(operands).encode())):
+                compiled.enable_caching()
+        compiled.compile()
+        return compiled
 
     def bind(self, shares: np.ndarray, arguments: tuple[Any, ...]) -> Call:
         """What a launcher needs to run this on ``arguments``.
@@ -172,7 +184,11 @@ class Kernel:
 
     def assembly(self) -> dict[tuple[Any, ...], str]:
         """By the types of the arguments, where they were compiled here and not taken from a cache."""
-        return {kinds: compiled._library.get_asm_str() for kinds, compiled in self._compiled.items()}
+        return {
+            kinds: compiled._library.get_asm_str()
+            for kinds, compiled in self._compiled.items()
+            if not compiled.cache_hits
+        }
 
     def _refusal(self, arguments: tuple[Any, ...]) -> KernelError:
         return KernelError(
@@ -186,28 +202,34 @@ SHARES = np.zeros((1, 1), np.int64)
 
 
 @contextmanager
-def caching_in(folder: Path | None) -> Iterator[None]:
-    """Where functions that are made in here with a cache will look; Numba reads that from its configuration."""
-    previous = numba.config.CACHE_DIR
-    if folder is not None:
+def caching_in(folder: Path) -> Iterator[None]:
+    """Where caches that are made in here will lie; Numba reads that from its configuration.
+
+    In the shortest span: other threads may give caches to functions of the program meanwhile.
+    """
+    with _cache_lock:
+        previous = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(folder)
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = previous
+        try:
+            yield
+        finally:
+            numba.config.CACHE_DIR = previous
 
 
 def cache_folder(root: str | os.PathLike[str]) -> Path | None:
     """The folder below ``root`` for compiled kernels of exactly this source, or None where it cannot be written.
 
     Numba's index only knows the file of the outermost function: a change in a helper of another file would run stale
-    code. So the folder is named by a hash of all kernel sources.
+    code. So the folder is named by a hash of all kernel sources. And Numba numbers the functions of an index, without a
+    lock: two processes that write at the same time (ranks of a job, hosts with one home) may give two functions one number.
+    A function is run without another look at its types, so each has a folder of its own: by Numba's version and the
+    processor here, by its types in `Kernel.compile`.
     """
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    machine = repr((numba.__version__, cpu_target.target_context.codegen().magic_tuple()))
+    parts = [machine.encode(), *(source.name.encode() + b"\0" + source.read_bytes() for source in sources)]
     try:
-        folder = Path(root).expanduser() / digest.hexdigest()[:16]
+        folder = Path(root).expanduser() / _short_hash(*parts)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -215,3 +237,7 @@ def cache_folder(root: str | os.PathLike[str]) -> Path | None:
         logger.warning("kernels are not cached: %s cannot be written (%s)", root, error)
         return None
     return folder
+
+
+def _short_hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]

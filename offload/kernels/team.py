@@ -167,10 +167,10 @@ class LayerTeam:
             numba.set_num_threads(self.num_threads)
         self.name = str(numba.threading_layer())
         if LAUNCH_TYPES not in launch.overloads:
-            with caching_in(cache):
-                if cache is not None:
+            if cache is not None:
+                with caching_in(cache):
                     launch.enable_caching()
-                launch.compile(LAUNCH_TYPES)
+            launch.compile(LAUNCH_TYPES)
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
         call = kernel.bind(make_shares(count, self.num_threads), arguments)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 
 from offload.errors import KernelError
-from offload.kernels import arguments
+from offload.kernels import arguments, jit
 from offload.kernels.buffers import make_buffer, make_stage
-from offload.kernels.jit import Kernel, inner, jit_disabled
+from offload.kernels.jit import Kernel, caching_in, inner, jit_disabled
 from offload.kernels.shares import items, make_shares
 from offload.kernels.team import ExecutorTeam, make_team
 
@@ -182,3 +184,80 @@ def test_words_of_another_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(arguments, "WORD_BYTES", 4)
     with pytest.raises(KernelError, match="another way"):
         Kernel(weigh_rows.python).compile((np.zeros((3, 4)), np.zeros(1)))
+
+
+@compiled
+def test_two_threads_compile_a_function_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second function would take the place of one that the first thread may be running."""
+    kernel, operands = Kernel(weigh_rows.python), (np.zeros((3, 4)), np.zeros(1))
+    both, made = threading.Barrier(2, timeout=DEADLINE_S), []
+    make = kernel._make
+    monkeypatch.setattr(kernel, "_make", lambda *given: made.append(make(*given)) or made[-1])
+
+    def work() -> None:
+        both.wait()
+        kernel.compile(operands)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert len(made) == 1
+
+
+@compiled
+def test_caches_of_the_program_are_left_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling takes seconds; another thread that makes a function with a cache meanwhile must get its own folder."""
+    seen = []
+    compile_c = jit.CFunc.compile
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "the program's")
+    monkeypatch.setattr(
+        jit.CFunc, "compile", lambda self: (seen.append(numba.config.CACHE_DIR), compile_c(self))
+    )
+    Kernel(weigh_rows.python).compile((np.zeros((3, 4)), np.zeros(1)), cache=tmp_path)
+    assert seen == ["the program's"]
+    assert list(tmp_path.rglob("*.nbc"))
+
+
+def test_two_threads_that_name_a_folder_leave_the_programs(tmp_path: Path) -> None:
+    """The second to enter saw the first one's folder as the program's, and left it behind."""
+    before, inside, left = numba.config.CACHE_DIR, threading.Event(), threading.Event()
+
+    def enter_second() -> None:
+        with caching_in(tmp_path / "second"):
+            inside.set()
+            left.wait(DEADLINE_S)
+
+    thread = threading.Thread(target=enter_second)
+    with caching_in(tmp_path / "first"):
+        thread.start()
+        assert not inside.wait(0.2)
+    left.set()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert before == numba.config.CACHE_DIR
+
+
+@compiled
+def test_functions_of_other_types_share_no_index(tmp_path: Path) -> None:
+    """Numba numbers them in an index without a lock: two processes at a time may give two functions one number."""
+    kernel = Kernel(weigh_rows.python)
+    kernel.compile((np.zeros((3, 4)), np.zeros(1)), cache=tmp_path)
+    kernel.compile((np.zeros((3, 4), np.float32), np.zeros(1)), cache=tmp_path)
+    assert [path.suffix for path in tmp_path.rglob("*.nb?")].count(".nbi") == 2
+
+
+@compiled
+def test_what_came_from_a_cache_runs_and_has_no_assembly(tmp_path: Path) -> None:
+    operands = (np.ones((3, 4)), np.zeros(1))
+    for has_assembly in (True, False):
+        kernel = Kernel(weigh_rows.python)
+        kernel.compile(operands, cache=tmp_path)
+        assert bool(kernel.assembly()) is has_assembly
+        operands[1][:] = 0.0
+        run(kernel, 1, *operands)
+        assert operands[1][0] == 36.0
