@@ -22,6 +22,7 @@ import numba
 import numpy as np
 from numba import types
 from numba.core.ccallback import CFunc
+from numba.core.errors import TypingError
 from numba.core.registry import cpu_target
 from numba.core.utils import pysignature
 from numba.extending import lower_builtin, type_callable
@@ -85,7 +86,13 @@ def in_llvm(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         def typer_of(context: Any) -> Callable[..., Any]:
             def typer(*arguments: Any) -> Any:
-                return make(context, *arguments)[0]
+                signature = make(context, *arguments)[0]
+                for given, taken in zip(arguments, signature.args, strict=True):
+                    if isinstance(given, types.Float) and given != taken:
+                        raise TypingError(
+                            f"{function.__name__} takes {taken}: Numba would narrow {given} unseen"
+                        )
+                return signature
 
             typer.pysig = pysignature(function)
             return typer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,19 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+from numba.core.errors import TypingError
 
 from offload.errors import KernelError
 from offload.kernels import arguments, jit
+from offload.kernels.accumulate import expand, fill_zero, round_weights
+from offload.kernels.arithmetic import fma
+from offload.kernels.backend import Variant
 from offload.kernels.buffers import make_buffer, make_stage
+from offload.kernels.denormals import restore_mode, set_flush
 from offload.kernels.jit import Kernel, caching_in, inner, jit_disabled
+from offload.kernels.numba_backend import NumbaBackend
+from offload.kernels.quantized import pack_codes, unpack_codes
+from offload.kernels.rule import ADAMW_RULES, SignSGDRule
 from offload.kernels.shares import items, make_shares
 from offload.kernels.team import ExecutorTeam, make_team
 
@@ -46,6 +55,33 @@ def use_buffers(worker, call):
         for i in range(stage.size):
             stage[i] = 1
         out[item] = buffer.sum() + stage.size
+
+
+@Kernel
+def add_products(worker, call):
+    """``out = a * b + c`` by `fma`, whatever the types."""
+    shares, a, b, c, out = call[0]
+    for item in items(shares, worker):
+        out[item] = fma(a[item], b[item], c[item])
+
+
+@Kernel
+def fail(worker, call):
+    """A kernel that may raise, which none may."""
+    shares, out = call[0]
+    for item in items(shares, worker):
+        if out[item] > 0.0:
+            raise ValueError("lost: nobody sees this")
+
+
+@Kernel
+def halve_denormals(worker, call):
+    """``out = source / 2`` under a mode given as a number."""
+    shares, source, out, flush = call[0]
+    for item in items(shares, worker):
+        mode = set_flush(flush)
+        out[item] = source[item] * np.float32(0.5)
+        restore_mode(mode)
 
 
 def run(kernel: Kernel, count: int, *operands: Any, num_threads: int = 1) -> None:
@@ -261,3 +297,48 @@ def test_what_came_from_a_cache_runs_and_has_no_assembly(tmp_path: Path) -> None
         operands[1][:] = 0.0
         run(kernel, 1, *operands)
         assert operands[1][0] == 36.0
+
+
+@pytest.mark.parametrize("flush", [False, True, 0, 1, 2, 256])
+def test_any_number_but_zero_flushes(flush: int) -> None:
+    source, out = np.full(4, 1.5e-38, np.float32), np.full(4, 7.0, np.float32)
+    run(halve_denormals, 4, source, out, flush)
+    np.testing.assert_array_equal(out == 0.0, bool(flush))
+
+
+@compiled
+@pytest.mark.parametrize("place", range(3))
+def test_instructions_take_no_float64(place: int) -> None:
+    """Numba would round it to float32 first, which the Python body does not: other bits with the JIT off."""
+    single, double = np.zeros(4, np.float32), np.zeros(4)
+    operands = [single, single, single]
+    add_products.compile((*operands, single))
+    operands[place] = double
+    with pytest.raises(TypingError, match=r"fma takes float32: .* float64"):
+        add_products.compile((*operands, single))
+
+
+def all_kernels() -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+    for rule in (*ADAMW_RULES.values(), SignSGDRule):
+        for variant in (Variant(), Variant(grad="fp32", weight="fp32", acc=True, sums=True, new_state=True)):
+            yield from NumbaBackend(rule, num_threads=1)._hot_calls(variant)
+    single, bits, codes = np.zeros(4, np.float32), np.zeros(4, np.uint16), np.zeros(4, np.uint8)
+    yield from ((fill_zero, (array,)) for array in (single, bits, codes))
+    yield from [(round_weights, (single, bits)), (expand, (bits, single))]
+    yield from [(unpack_codes, (codes, single, True, single)), (pack_codes, (single, True, codes, single))]
+
+
+def may_raise(kernel: Kernel, operands: tuple[Any, ...]) -> bool:
+    """Whether an exception is left in the code: its arguments lie beside it, pickled."""
+    fresh = Kernel(kernel.python)
+    fresh.compile(operands)
+    (compiled_one,) = fresh._compiled.values()
+    return "picklebuf" in compiled_one.inspect_llvm() or "pickledata" in compiled_one.inspect_llvm()
+
+
+@compiled
+@pytest.mark.slow
+def test_no_kernel_can_raise() -> None:
+    """Numba prints the exception of a C function and goes on: half a step would be taken for a whole one."""
+    assert may_raise(fail, (np.zeros(4),))
+    assert [kernel.name for kernel, operands in all_kernels() if may_raise(kernel, operands)] == []
