@@ -170,7 +170,13 @@ class Kernel:
         if cache is not None:
             with caching_in(cache / _short_hash(str(operands).encode())):
                 compiled.enable_caching()
-        compiled.compile()
+        try:
+            compiled.compile()
+        except OSError as error:  # a full disk, a quota: `cache_folder` saw neither
+            if cache is None:
+                raise
+            logger.warning("kernel %s is not cached: %s cannot be written (%s)", self.name, cache, error)
+            return self._make(arguments, None)
         return compiled
 
     def bind(self, shares: np.ndarray, arguments: tuple[Any, ...]) -> Call:

@@ -170,7 +170,12 @@ class LayerTeam:
             if cache is not None:
                 with caching_in(cache):
                     launch.enable_caching()
-            launch.compile(LAUNCH_TYPES)
+            try:
+                launch.compile(LAUNCH_TYPES)
+            except OSError as error:
+                if LAUNCH_TYPES not in launch.overloads:  # compiled first, cached then
+                    raise
+                logger.warning("the launcher is not cached: %s cannot be written (%s)", cache, error)
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
         call = kernel.bind(make_shares(count, self.num_threads), arguments)

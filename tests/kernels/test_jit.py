@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from numba.core.errors import TypingError
 
 from offload.errors import KernelError
 from offload.kernels import arguments, jit
+from offload.kernels import team as team_module
 from offload.kernels.accumulate import expand, fill_zero, round_weights
 from offload.kernels.arithmetic import fma
 from offload.kernels.backend import Variant
@@ -26,7 +29,7 @@ from offload.kernels.numba_backend import NumbaBackend
 from offload.kernels.quantized import pack_codes, unpack_codes
 from offload.kernels.rule import ADAMW_RULES, SignSGDRule
 from offload.kernels.shares import items, make_shares
-from offload.kernels.team import ExecutorTeam, make_team
+from offload.kernels.team import ExecutorTeam, LayerTeam, find_layer, make_team
 
 DEADLINE_S = 30.0
 
@@ -285,6 +288,40 @@ def test_functions_of_other_types_share_no_index(tmp_path: Path) -> None:
     kernel.compile((np.zeros((3, 4)), np.zeros(1)), cache=tmp_path)
     kernel.compile((np.zeros((3, 4), np.float32), np.zeros(1)), cache=tmp_path)
     assert [path.suffix for path in tmp_path.rglob("*.nb?")].count(".nbi") == 2
+
+
+@compiled
+def test_a_full_disk_is_logged_and_nothing_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fill_up(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", fill_up)
+    kernel, operands = Kernel(weigh_rows.python), (np.ones((3, 4)), np.zeros(1))
+    with caplog.at_level(logging.WARNING, logger="offload"):
+        kernel.compile(operands, cache=tmp_path)
+    assert "weigh_rows is not cached" in caplog.text
+    run(kernel, 1, *operands)
+    assert operands[1][0] == 36.0
+
+
+@compiled
+def test_a_launcher_that_cannot_be_cached_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fill_up(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    layer = find_layer()
+    if layer is None:
+        pytest.skip("no layer, no launcher")
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", fill_up)
+    monkeypatch.setattr(team_module, "launch", jit.parallel(team_module.launch.py_func))
+    with caplog.at_level(logging.WARNING, logger="offload"), ThreadPoolExecutor(1) as worker:
+        worker.submit(LayerTeam(layer, 1).start, tmp_path).result(DEADLINE_S)
+    assert "launcher is not cached" in caplog.text
+    assert team_module.LAUNCH_TYPES in team_module.launch.overloads
 
 
 @compiled
