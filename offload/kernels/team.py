@@ -214,8 +214,10 @@ class ExecutorTeam:
         finally:
             # Also where a thread cannot be started: nobody may be at work on these arrays after the return, and a worker
             # that comes late finds no item left.
-            _work(call, 0)
-            wait(futures)
+            try:
+                _work(call, 0)
+            finally:
+                wait(futures)
         for future in futures:
             future.result()
 

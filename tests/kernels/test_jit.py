@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -195,6 +196,31 @@ def test_an_executor_that_fails_leaves_no_item_for_later() -> None:
     out[:] = -1.0
     executor.late()
     assert (out == -1.0).all()
+    team.close()
+
+
+@compiled
+def test_an_interrupted_call_returns_when_its_workers_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives when the caller's own share is done; whoever catches it may touch the arrays."""
+    target, out, begun, done = np.zeros(8, np.uint16), np.zeros(500), threading.Event(), []
+    work = team_module._work
+
+    def interrupted(call: Any, worker: int) -> None:
+        if worker == 0:
+            assert begun.wait(DEADLINE_S)
+            raise KeyboardInterrupt
+        begun.set()
+        time.sleep(0.2)  # an item that takes long
+        work(call, worker)
+        done.append(worker)
+
+    use_buffers.compile((target, out))
+    monkeypatch.setattr(team_module, "_work", interrupted)
+    team = ExecutorTeam(2)
+    team.start()
+    with pytest.raises(KeyboardInterrupt):
+        team.run(use_buffers, out.size, (target, out))
+    assert done == [1]
     team.close()
 
 
