@@ -1,7 +1,8 @@
 """Scratch arrays of a work item, on the stack of the thread that does it.
 
 They stay in the L1 cache, and the compiler sees that nothing else points to them. ``np.empty`` would ask the allocator once
-per item, and takes half a second to compile.
+per item, and takes half a second to compile. All of a work item's are below 64 KiB, so that threads of 128 KiB, the least
+that platforms give unasked, have room. They end with the function that made them: it must not return them.
 """
 
 from __future__ import annotations

@@ -8,13 +8,11 @@ wrappers, and Numba would lower a parallel region each time: construction on a n
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
 import tempfile
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +21,14 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.core.ccallback import CFunc
+from numba.core.errors import TypingError
+from numba.core.registry import cpu_target
 from numba.core.utils import pysignature
 from numba.extending import lower_builtin, type_callable
 
 from offload.errors import KernelError
+from offload.kernels.arguments import UNUSABLE, check_layout, describe, kinds_of, lay_out, numba_type
 
 __all__ = ["Call", "Kernel", "cache_folder", "caching_in", "in_llvm", "inner", "jit_disabled", "parallel"]
 
@@ -57,7 +59,7 @@ OUTER: dict[str, Any] = {
     },
 }
 
-_compile_lock = threading.Lock()
+_compile_lock, _cache_lock = threading.Lock(), threading.Lock()
 
 
 def jit_disabled() -> bool:
@@ -84,7 +86,13 @@ def in_llvm(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         def typer_of(context: Any) -> Callable[..., Any]:
             def typer(*arguments: Any) -> Any:
-                return make(context, *arguments)[0]
+                signature = make(context, *arguments)[0]
+                for given, taken in zip(arguments, signature.args, strict=True):
+                    if isinstance(given, types.Float) and given != taken:
+                        raise TypingError(
+                            f"{function.__name__} takes {taken}: Numba would narrow {given} unseen"
+                        )
+                return signature
 
             typer.pysig = pysignature(function)
             return typer
@@ -113,13 +121,13 @@ def _jit(function: Callable[..., Any], flags: dict[str, Any]) -> Any:
 class Call:
     """A compiled kernel with its arguments, as a launcher takes them: the addresses of the function and of its arguments.
 
-    Keeps them: whoever runs it holds on to it until the last worker is done.
+    Keeps all that they point to. So it must live until the last worker has returned, and no longer.
     """
 
     def __init__(self, function: int, arguments: tuple[Any, ...]) -> None:
         self.function = function
-        self._alive = arguments
-        self._layout = _layout(arguments)
+        self._kept = arguments
+        self._layout = lay_out(arguments)
         self.arguments, _ = self._layout.buffer_info()
 
 
@@ -139,18 +147,37 @@ class Kernel:
 
     def is_compiled(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a call with arguments of these types would run at once."""
-        return jit_disabled() or _kinds(arguments) in self._compiled
+        return jit_disabled() or kinds_of(arguments) in self._compiled
 
     def compile(self, arguments: tuple[Any, ...], *, cache: Path | None = None) -> None:
         """Compile for the types of ``arguments`` (the values do not matter), or load that from the cache."""
         if self.is_compiled(arguments):
             return
-        if UNUSABLE in _kinds(arguments):
+        kinds = kinds_of(arguments)
+        if UNUSABLE in kinds:
             raise self._refusal(arguments)
-        signature = types.void(types.intp, types.CPointer(types.Tuple([*map(_type, (SHARES, *arguments))])))
-        with _compile_lock, caching_in(cache):
-            decorate: Any = numba.cfunc(signature, cache=cache is not None, **FLAGS)
-            self._compiled[_kinds(arguments)] = decorate(self.python)
+        with _compile_lock:
+            # Once, whoever else asks: a function that another one replaces might be running.
+            if kinds not in self._compiled:
+                check_layout((SHARES, *arguments))
+                self._compiled[kinds] = self._make(arguments, cache)
+
+    def _make(self, arguments: tuple[Any, ...], cache: Path | None) -> CFunc:
+        """`numba.cfunc` in its own steps: the folder of caches is a setting of the whole process, to be put back at once."""
+        operands = types.Tuple([*map(numba_type, (SHARES, *arguments))])
+        signature = ((types.intp, types.CPointer(operands)), types.void)
+        compiled = CFunc(self.python, signature, locals={}, options=FLAGS)
+        if cache is not None:
+            with caching_in(cache / _short_hash(str(operands).encode())):
+                compiled.enable_caching()
+        try:
+            compiled.compile()
+        except OSError as error:  # a full disk, a quota: `cache_folder` saw neither
+            if cache is None:
+                raise
+            logger.warning("kernel %s is not cached: %s cannot be written (%s)", self.name, cache, error)
+            return self._make(arguments, None)
+        return compiled
 
     def bind(self, shares: np.ndarray, arguments: tuple[Any, ...]) -> Call:
         """What a launcher needs to run this on ``arguments``.
@@ -158,7 +185,7 @@ class Kernel:
         Raises:
             KernelError: it was not compiled for their types.
         """
-        compiled = self._compiled.get(_kinds(arguments))
+        compiled = self._compiled.get(kinds_of(arguments))
         if compiled is None:
             raise self._refusal(arguments)
         return Call(compiled.address, (shares, *arguments))
@@ -170,84 +197,52 @@ class Kernel:
 
     def assembly(self) -> dict[tuple[Any, ...], str]:
         """By the types of the arguments, where they were compiled here and not taken from a cache."""
-        return {kinds: compiled._library.get_asm_str() for kinds, compiled in self._compiled.items()}
+        return {
+            kinds: compiled._library.get_asm_str()
+            for kinds, compiled in self._compiled.items()
+            if not compiled.cache_hits
+        }
 
     def _refusal(self, arguments: tuple[Any, ...]) -> KernelError:
         return KernelError(
-            f"kernel {self.name} was not compiled for these arguments: {', '.join(map(_describe, arguments))}. "
-            "Arrays must be C-contiguous, aligned, writable and of native byte order, of a variant that start() was given"
+            f"kernel {self.name} was not compiled for these arguments: {', '.join(map(describe, arguments))}. "
+            "Arrays must be C-contiguous, aligned, writable and of native byte order, numbers whole, all of a variant that "
+            "start() was given"
         )
 
 
 SHARES = np.zeros((1, 1), np.int64)
-UNUSABLE = "unusable"
-
-
-def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a compiled function depends on; arrays that none can take get a kind of their own."""
-    return tuple([_kind(argument) for argument in arguments])
-
-
-def _kind(argument: Any) -> Any:
-    if isinstance(argument, np.ndarray):
-        return (argument.dtype, argument.ndim) if argument.flags.carray else UNUSABLE
-    return None if argument is None else int
-
-
-def _type(argument: Any) -> Any:
-    """The Numba type of an argument; each is some 64-bit words in memory, without padding (see `_layout`)."""
-    if isinstance(argument, np.ndarray):
-        return numba.typeof(argument)
-    return types.none if argument is None else types.intp
-
-
-def _layout(arguments: tuple[Any, ...]) -> array[int]:
-    """Arguments as Numba lays out a tuple of them. An array is (owner, parent, size, item size, address, shape, strides).
-
-    In the worker's gap between two kernels: each of the calls here was chosen by its time, ``.ctypes.data`` takes 3 us.
-    """
-    words: list[int] = []
-    for argument in arguments:
-        if argument is None:
-            words.append(0)
-        elif isinstance(argument, np.ndarray):
-            memory: Any = argument
-            first = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if argument.size else 0
-            words += (0, 0, argument.size, argument.itemsize, first, *argument.shape, *argument.strides)
-        else:
-            words.append(int(argument))
-    return array("q", words)
-
-
-def _describe(argument: Any) -> str:
-    if not isinstance(argument, np.ndarray):
-        return type(argument).__name__
-    return f"{argument.dtype}{list(argument.shape)}" + ("" if argument.flags.carray else " (unusable)")
 
 
 @contextmanager
-def caching_in(folder: Path | None) -> Iterator[None]:
-    """Where functions that are made in here with a cache will look; Numba reads that from its configuration."""
-    previous = numba.config.CACHE_DIR
-    if folder is not None:
+def caching_in(folder: Path) -> Iterator[None]:
+    """Where caches that are made in here will lie; Numba reads that from its configuration.
+
+    In the shortest span: other threads may give caches to functions of the program meanwhile.
+    """
+    with _cache_lock:
+        previous = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(folder)
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = previous
+        try:
+            yield
+        finally:
+            numba.config.CACHE_DIR = previous
 
 
 def cache_folder(root: str | os.PathLike[str]) -> Path | None:
     """The folder below ``root`` for compiled kernels of exactly this source, or None where it cannot be written.
 
     Numba's index only knows the file of the outermost function: a change in a helper of another file would run stale
-    code. So the folder is named by a hash of all kernel sources.
+    code. So the folder is named by a hash of all kernel sources. And Numba numbers the functions of an index, without a
+    lock: two processes that write at the same time (ranks of a job, hosts with one home) may give two functions one number.
+    A function is run without another look at its types, so each has a folder of its own: by Numba's version and the
+    processor here, by its types in `Kernel.compile`.
     """
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    machine = repr((numba.__version__, cpu_target.target_context.codegen().magic_tuple()))
+    parts = [machine.encode(), *(source.name.encode() + b"\0" + source.read_bytes() for source in sources)]
     try:
-        folder = Path(root).expanduser() / digest.hexdigest()[:16]
+        folder = Path(root).expanduser() / _short_hash(*parts)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -255,3 +250,7 @@ def cache_folder(root: str | os.PathLike[str]) -> Path | None:
         logger.warning("kernels are not cached: %s cannot be written (%s)", root, error)
         return None
     return folder
+
+
+def _short_hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]

@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
-from offload.kernels.jit import Kernel, caching_in, jit_disabled, parallel
+from offload.kernels.jit import Call, Kernel, caching_in, jit_disabled, parallel
 from offload.kernels.shares import make_shares
 
 __all__ = [
@@ -167,10 +167,15 @@ class LayerTeam:
             numba.set_num_threads(self.num_threads)
         self.name = str(numba.threading_layer())
         if LAUNCH_TYPES not in launch.overloads:
-            with caching_in(cache):
-                if cache is not None:
+            if cache is not None:
+                with caching_in(cache):
                     launch.enable_caching()
+            try:
                 launch.compile(LAUNCH_TYPES)
+            except OSError as error:
+                if LAUNCH_TYPES not in launch.overloads:  # compiled first, cached then
+                    raise
+                logger.warning("the launcher is not cached: %s cannot be written (%s)", cache, error)
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
         call = kernel.bind(make_shares(count, self.num_threads), arguments)
@@ -178,6 +183,11 @@ class LayerTeam:
 
     def close(self) -> None:
         pass
+
+
+def _work(call: Call, worker: int) -> None:
+    """Be a worker of a call, which stays alive meanwhile even if whoever waits for it is interrupted."""
+    run_in_c(call.function)(worker, call.arguments)
 
 
 class ExecutorTeam:
@@ -196,12 +206,18 @@ class ExecutorTeam:
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
         call = kernel.bind(make_shares(count, self.num_threads), arguments)
-        run = run_in_c(call.function)
-        futures = []
-        if self._executor is not None:
-            others = range(1, self.num_threads)
-            futures = [self._executor.submit(run, worker, call.arguments) for worker in others]
-        run(0, call.arguments)
+        futures: list[Future[None]] = []
+        try:
+            if self._executor is not None:
+                for worker in range(1, self.num_threads):
+                    futures.append(self._executor.submit(_work, call, worker))  # noqa: PERF401 (a submit may raise)
+        finally:
+            # Also where a thread cannot be started: nobody may be at work on these arrays after the return, and a worker
+            # that comes late finds no item left.
+            try:
+                _work(call, 0)
+            finally:
+                wait(futures)
         for future in futures:
             future.result()
 
