@@ -130,7 +130,11 @@ class Worker:
             for role, target in targets.items()
         ]
         for thread in self._threads:
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:
+                computing.put(_END)  # for the one that runs: it has no work yet
+                raise
 
     @property
     def failed(self) -> bool:
