@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from offload.errors import ClosedError
+
 __all__ = ["REFILL", "RUN_AHEAD", "Backlog", "always"]
 
 T = TypeVar("T")
@@ -85,7 +87,7 @@ class Backlog(Generic[T]):
         self._depth, self._extra, self._run_ahead = depth, 0, run_ahead
         self._early: deque[Callable[[], bool]] = deque()  # of the items put last, those not known to be ready
         self._num_held_up = 0  # several threads may put: the first that goes on leaves the others waiting
-        self._is_lifted = False
+        self._is_lifted = self._has_ended = False
         self._items: _Waiting[T] = _Waiting()
         self._reports: deque[T] = deque()
         self._lock = threading.RLock()  # a finalizer, which may run while an item is taken, puts the last one
@@ -109,6 +111,9 @@ class Backlog(Generic[T]):
             group: where it may be taken before items of other groups that came earlier.
             ready: whether taking it now would hold up nothing; asked from the thread that takes, and from the one that
                 puts. Keeps nothing alive that is worth keeping, since it may be asked when the item is gone.
+
+        Raises:
+            ClosedError: `end` was called, before or while this waited for room; the item is not in.
         """
         # Called on the user's thread, where Ctrl-C may strike anywhere: the lock itself, whose methods are C and cannot be
         # interrupted half-way, and not a condition's ``with``, which is Python and could leave the lock taken for ever.
@@ -118,10 +123,28 @@ class Backlog(Generic[T]):
             self._full |= len(self._items) >= self._limit
             if self._must_wait() and not self._wait_for_room(timeout_s):
                 return False
+            if self._has_ended:
+                raise ClosedError("nothing more is taken: the end was put")
             self._items.append(item, group, ready)
             if self._run_ahead is not None and ready is not always:
                 self._early.append(ready)
             self._not_empty.notify()
+            return True
+        finally:
+            self._lock.release()
+
+    def end(self, item: T, timeout_s: float) -> bool:
+        """Append the last item, for which there is always room: from now on `put` refuses, also who waits for room in it.
+
+        So nothing lies behind it that nobody will take. False: the backlog was locked for `timeout_s` seconds.
+        """
+        if not self._lock.acquire(timeout=timeout_s):
+            return False
+        try:
+            self._has_ended = True
+            self._items.append(item, None, always)
+            self._not_empty.notify()
+            self._room.notify_all()
             return True
         finally:
             self._lock.release()
@@ -168,7 +191,7 @@ class Backlog(Generic[T]):
         return self._depth + self._extra
 
     def _must_wait(self) -> bool:
-        return not self._is_lifted and (self._full or self._runs_ahead())
+        return not (self._is_lifted or self._has_ended) and (self._full or self._runs_ahead())
 
     def _runs_ahead(self) -> bool:
         """Whether as many of the last items as may be are still to become ready."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.errors import ClosedError
 from offload.schedule.backlog import REFILL, RUN_AHEAD, Backlog
 
 DEADLINE_S = 20.0
@@ -88,13 +89,13 @@ def test_a_full_backlog_admits_again_when_half_of_it_is_gone(group: int | None) 
     assert [backlog.take() for _ in range(3)] == [2, 3, 4]
 
 
-def test_a_finalizer_may_put_while_an_item_is_taken() -> None:
+def test_a_finalizer_may_put_the_end_while_an_item_is_taken() -> None:
     """Closing a forgotten optimizer does, on the thread that takes; it must not wait for itself."""
     backlog: Backlog[str] = Backlog(4)
     was_put: list[bool] = []
 
     def ready() -> bool:
-        was_put.append(backlog.put("end", 0.1))
+        was_put.append(backlog.end("end", 0.1))
         return True
 
     backlog.put("item", 0.1, group=0, ready=ready)
@@ -205,6 +206,16 @@ def test_nobody_waits_in_a_backlog_whose_taker_has_failed(is_full: bool) -> None
         backlog.lift()
         assert late.result(DEADLINE_S)
     assert device.put(backlog, *range(3 * RUN_AHEAD))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_nothing_comes_behind_the_end(is_full: bool) -> None:
+    backlog: Backlog[int] = Backlog(2)
+    fill(backlog, 2 if is_full else 1)
+    assert backlog.end(-1, DEADLINE_S)
+    with pytest.raises(ClosedError):
+        backlog.put(5, DEADLINE_S)
+    assert backlog.waiting() == [*range(2 if is_full else 1), -1]
 
 
 def test_what_waits_can_be_asked_for() -> None:
