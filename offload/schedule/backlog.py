@@ -58,9 +58,15 @@ class _Waiting(Generic[T]):
                 yield from (item for item, _ in items)
 
     def append(self, item: T, group: int | None, ready: Callable[[], bool]) -> None:
-        if not self._stretches or (group is None) is not (None in self._stretches[-1]):
-            self._stretches.append({})
-        self._stretches[-1].setdefault(group, deque()).append((item, ready))
+        """See Note [Ctrl-C]: from the first change on nothing is called."""
+        waits = (item, ready)
+        stretch = self._stretches[-1] if self._stretches else None
+        if stretch is None or (group is None) is not (None in stretch):
+            self._stretches += ({group: deque((waits,))},)
+        elif group in stretch:
+            stretch[group] += (waits,)
+        else:
+            stretch[group] = deque((waits,))
         self._number += 1
 
     def pop(self) -> T:
@@ -115,11 +121,11 @@ class Backlog(Generic[T]):
         Raises:
             ClosedError: `end` was called, before or while this waited for room; the item is not in.
         """
-        # Called on the user's thread, where Ctrl-C may strike anywhere: the lock itself, whose methods are C and cannot be
-        # interrupted half-way, and not a condition's ``with``, which is Python and could leave the lock taken for ever.
-        if not self._lock.acquire(timeout=timeout_s):
-            return False
+        held: list[bool] = []  # see Note [Ctrl-C]
         try:
+            held.extend(map(self._lock.acquire, (True,), (timeout_s,)))
+            if not held[0]:
+                return False
             self._full |= len(self._items) >= self._limit
             if self._must_wait() and not self._wait_for_room(timeout_s):
                 return False
@@ -131,23 +137,29 @@ class Backlog(Generic[T]):
             self._not_empty.notify()
             return True
         finally:
-            self._lock.release()
+            if True in held:
+                try:  # noqa: SIM105 - a context manager is more Python
+                    self._lock.release()
+                except RuntimeError:  # interrupted inside `wait`, which had given it away
+                    pass
 
     def end(self, item: T, timeout_s: float) -> bool:
         """Append the last item, for which there is always room: from now on `put` refuses, also who waits for room in it.
 
         So nothing lies behind it that nobody will take. False: the backlog was locked for `timeout_s` seconds.
         """
-        if not self._lock.acquire(timeout=timeout_s):
-            return False
+        held: list[bool] = []  # see Note [Ctrl-C]
         try:
-            self._has_ended = True
-            self._items.append(item, None, always)
-            self._not_empty.notify()
-            self._room.notify_all()
-            return True
+            held.extend(map(self._lock.acquire, (True,), (timeout_s,)))
+            if held[0]:
+                self._has_ended = True
+                self._items.append(item, None, always)
+                self._not_empty.notify()
+                self._room.notify_all()
+            return held[0]
         finally:
-            self._lock.release()
+            if True in held:
+                self._lock.release()
 
     def allow(self, extra: int) -> None:
         """From now on let so many more items wait than the depth says."""
