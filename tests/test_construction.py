@@ -21,7 +21,7 @@ from offload.kernels.numba_backend import NumbaBackend
 from offload.schedule.engine import Engine
 from offload.schedule.forward_gates import ForwardGates
 from offload.schedule.worker import Worker
-from offload.transfer import slabs
+from offload.transfer import helpers, slabs
 from offload.transfer.host import LaneTransport
 from offload.transfer.pinned import mapped_bytes, pinned_bytes
 from tests.training import adamw, batches, make_decoder, master_of, train, use_lanes
@@ -303,6 +303,40 @@ def test_memory_that_cannot_be_had_while_kernels_compile_leaves_nothing(
     with pytest.raises(offload.MemoryBudgetError, match="no more"):
         adamw(model, mode=mode)
     assert compiled.is_set()
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_after_an_error_no_more_memory_is_touched(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight parts for two threads the first fails, or nothing ends in time, while others are under way."""
+    monkeypatch.setattr(slabs, "PART_BYTES", 4096)
+    monkeypatch.setattr(slabs, "PARTS_PER_THREAD", 4)
+    monkeypatch.setattr(helpers, "END_S", 0.05)
+    under_way, go_on = threading.Barrier(2), threading.Event()
+    touched: list[int] = []
+    before = mapped_bytes()
+    num_bytes = 8 * 4096
+
+    def touch(data: Any) -> None:
+        touched.append(data.ctypes.data)
+        under_way.wait(WAIT_S)
+        if len(touched) <= 2 and data.ctypes.data == min(touched) and not is_late:
+            raise offload.MemoryBudgetError("no more")
+        assert go_on.wait(WAIT_S)
+        data[:] = 1  # into memory that is still there
+
+    monkeypatch.setattr(slabs, "_touch", touch)
+    maker = slabs.SlabMaker(num_threads=2, timeout_s=0.05 if is_late else WAIT_S)
+    with pytest.raises(offload.DeadlineError if is_late else offload.MemoryBudgetError):
+        maker.make(num_bytes, "eight parts")
+    assert mapped_bytes() == before + num_bytes  # somebody is at work on it
+    under_way.abort()
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "offload-touch":
+            thread.join(WAIT_S)
+    assert len(touched) <= 3  # one may be taken just before the error is seen
+    assert our_threads() == []
 
 
 class PartError(Exception):
