@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 class Closable(Protocol):
     """What holds threads or memory until it is closed; closing it twice is fine."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End threads, release memory."""
 
 
 C = TypeVar("C", bound=Closable)
