@@ -113,11 +113,11 @@ def _jit(function: Callable[..., Any], flags: dict[str, Any]) -> Any:
 class Call:
     """A compiled kernel with its arguments, as a launcher takes them: the addresses of the function and of its arguments.
 
-    Lives as long as the call. The arrays are the caller's to keep.
+    To be kept until the call has ended; it keeps the arrays, of which the shares are nobody else's.
     """
 
     def __init__(self, function: int, arguments: tuple[Any, ...]) -> None:
-        self.function = function
+        self.function, self._arrays = function, arguments
         self._layout = _layout(arguments)
         self.arguments, _ = self._layout.buffer_info()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
 from offload.errors import KernelError
+from offload.kernels.accumulate import expand
 from offload.kernels.buffers import make_buffer, make_stage
 from offload.kernels.jit import Kernel, inner, jit_disabled
 from offload.kernels.shares import items, make_shares
@@ -107,3 +110,18 @@ def test_an_empty_array_has_no_address_and_is_fine() -> None:
     out = np.ones(1)
     run(weigh_rows, 1, np.zeros((0, 4)), out)
     assert out[0] == 0.0
+
+
+@pytest.mark.skipif(jit_disabled(), reason="nothing is compiled")
+def test_a_call_keeps_its_arrays() -> None:
+    """The shares are made for the call alone: freed, their memory would be the next call's, of another thread too."""
+    weight, master = np.zeros(1024, np.float32), np.zeros(1024, np.float32)
+    shares = make_shares(1, 1)
+    expand.compile((weight, master))
+    alive = weakref.ref(shares)
+    call = expand.bind(shares, (weight, master))
+    del shares
+    gc.collect()
+    assert alive() is not None
+    del call
+    assert alive() is None
