@@ -43,6 +43,7 @@ from offload.transfer.cuda import CudaTransport
 from offload.transfer.host import HostTransport
 from offload.transfer.inline import InlineTransport
 from offload.transfer.transport import Transport
+from offload.undo import Undo
 
 __all__ = ["DIVIDED_NUMEL", "HYBRID_CHUNK_NUMEL", "assemble", "make_transport"]
 
@@ -100,19 +101,13 @@ def assemble(
         timeout_s=options.config.timeout_s,
         run_ahead=RUN_AHEAD,
     )
-    engine: Engine | None = None
-    try:
-        engine = _make_engine(
-            Parts(made, device, rule, records, options, worker, clock, masters.keys()), policy
-        )
+    with Undo() as undo:
+        undo.add(worker)
+        parts = Parts(made, device, rule, records, options, worker, clock, undo, masters.keys())
+        engine = undo.hand_over(_make_engine(parts, policy))
         engine.add(records, masters)
         if path := os.environ.get(VARIABLE):
             engine.begin_trace(Trace(path, device=device, numbered=True, asked_by=VARIABLE))
-    except BaseException:
-        if engine is not None:
-            engine.close()
-        worker.close()
-        raise
     return engine, made
 
 
@@ -218,7 +213,7 @@ def _bind(budget: Budget) -> None:
 
 def _make_host_stepper(parts: Parts, budget: Budget) -> HostStepper:
     kinds = parts.kinds
-    return HostStepper(
+    stepper = HostStepper(
         transport=_watched_transport(parts),
         slabs=make_slab_maker(parts, budget),
         backend=make_backend(parts, budget, kinds),
@@ -231,10 +226,11 @@ def _make_host_stepper(parts: Parts, budget: Budget) -> HostStepper:
         pin_gradients=parts.made.pins_gradients,
         newest_first=parts.options.overlap_forward,
     )
+    return parts.undo.add(stepper)
 
 
 def _make_device_stepper(parts: Parts, updater: Updater, *, marks: bool = False) -> DeviceStepper:
-    return DeviceStepper(
+    stepper = DeviceStepper(
         device=parts.device,
         updater=updater,
         worker=parts.worker,
@@ -244,6 +240,7 @@ def _make_device_stepper(parts: Parts, updater: Updater, *, marks: bool = False)
         timeout_s=parts.config.timeout_s,
         marks=marks,
     )
+    return parts.undo.add(stepper)
 
 
 def _make_stream_stepper(parts: Parts, budget: Budget) -> StreamStepper:
@@ -262,7 +259,7 @@ def _make_stream_stepper(parts: Parts, budget: Budget) -> StreamStepper:
         else parts.clock.watch(InlineTransport(parts.device, config.timeout_s))
     )
     number = NUM_SLOTS if overlaps else 1
-    return StreamStepper(
+    stepper = StreamStepper(
         transport=transport,
         slabs=make_slab_maker(parts, budget),
         slots=FreshSlots(transport) if mode == "all-at-once" else FixedSlots(transport, number),
@@ -275,10 +272,11 @@ def _make_stream_stepper(parts: Parts, budget: Budget) -> StreamStepper:
         fused_sums=parts.options.fused_sums,
         clock=parts.clock,
     )
+    return parts.undo.add(stepper)
 
 
 def _watched_transport(parts: Parts) -> Transport:
-    return parts.clock.watch(make_transport(parts.device, parts.config))
+    return parts.clock.watch(parts.undo.add(make_transport(parts.device, parts.config)))
 
 
 # The three placements of a hybrid -----------------------------------------------------------------------------------
@@ -288,23 +286,11 @@ def _make_hybrid_stepper(parts: Parts, budget: Budget) -> HybridStepper:
     """They must agree in every bit, so torch's kernels are no stand-in for ours here."""
     host = _make_host_stepper(parts, budget)
     issuer: Worker | None = None
-    try:
-        if parts.on_gpu:
-            issuer = _make_issuer(parts)
-            updater = make_hybrid_updater(parts)
-        else:
-            updater = HostUpdater(host.backend)  # which the host's stepper starts
-        stream = _make_hybrid_stream(parts, budget, updater, issuer)
-    except BaseException as error:
-        host.close()
-        if issuer is not None:
-            issuer.close()
-        if isinstance(error, KernelError):
-            raise KernelError(
-                f"mode='hybrid' steps on the device with our own kernel, and there is none here ({error}); "
-                "use mode='wavefront'"
-            ) from error
-        raise
+    updater: Updater = HostUpdater(host.backend)  # which the host's stepper starts
+    if parts.on_gpu:
+        issuer = _make_issuer(parts)
+        updater = _make_hybrid_updater(parts)
+    stream = _make_hybrid_stream(parts, budget, updater, issuer)
     return HybridStepper(
         host=host,
         stream=stream,
@@ -318,6 +304,16 @@ def _make_hybrid_stepper(parts: Parts, budget: Budget) -> HybridStepper:
         departs=parts.options.overlap_forward,
         room=_make_room(parts, issuer) if parts.options.overlap_forward else None,
     )
+
+
+def _make_hybrid_updater(parts: Parts) -> Updater:
+    try:
+        return make_hybrid_updater(parts)
+    except KernelError as error:
+        raise KernelError(
+            f"mode='hybrid' steps on the device with our own kernel, and there is none here ({error}); "
+            "use mode='wavefront'"
+        ) from error
 
 
 def _make_room(parts: Parts, issuer: Worker | None = None) -> BackwardRoom | None:
@@ -344,14 +340,14 @@ def _streamed_numel(made: Plan) -> int:
 def _make_issuer(parts: Parts) -> Worker:
     """The thread of streamed chunks, which issues their copies and launches; without a GPU the worker does both."""
     jobs = max(parts.options.backlog_tiles * parts.config.tile_numel // HYBRID_CHUNK_NUMEL, 2)
-    return Worker("offload-stream", depth=jobs, timeout_s=parts.config.timeout_s)
+    return parts.undo.add(Worker("offload-stream", depth=jobs, timeout_s=parts.config.timeout_s))
 
 
 def _make_hybrid_stream(
     parts: Parts, budget: Budget, updater: Updater, issuer: Worker | None
 ) -> StreamStepper:
     transport, num_slots = _watched_transport(parts), parts.made.num_slots or NUM_SLOTS
-    return StreamStepper(
+    stepper = StreamStepper(
         transport=transport,
         slabs=make_slab_maker(parts, budget),
         slots=FixedSlots(transport, num_slots),
@@ -367,3 +363,4 @@ def _make_hybrid_stream(
         alone=False,
         newest_first=parts.options.overlap_forward,
     )
+    return parts.undo.add(stepper)

@@ -72,15 +72,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
             model: its forward raises while weights of a half-done step are there, and waits for its weights with
                 ``options.overlap_forward``; None: nobody looks.
         """
-        with torch.inference_mode(False), Construction() as self._construction:
-            # Not in inference mode: state that is made inside could never be written outside.
-            self._build(list(params), defaults, rule, check_group, masters, options)
-        self._construction.log(sum(record.numel for record in self._records.values()))
-        self._model_watch = (
-            None if model is None else ModelWatch(model, _weakly(weakref.WeakMethod(self._before_forward)))
-        )
-        if model is not None and options.overlap_forward:
-            self._place_gates(model, options)
+        self._model_watch: ModelWatch | None = None
+        try:
+            with torch.inference_mode(False), Construction() as self._construction:
+                # Not in inference mode: state that is made inside could never be written outside.
+                self._build(list(params), defaults, rule, check_group, masters, options)
+            self._construction.log(sum(record.numel for record in self._records.values()))
+            if model is not None:
+                self._model_watch = ModelWatch(model, _weakly(weakref.WeakMethod(self._before_forward)))
+                if options.overlap_forward:
+                    self._place_gates(model, options)
+        except BaseException:
+            if hasattr(self, "_finalizer"):  # the engine is there
+                self.close()
+            raise
 
     def _build(
         self,
@@ -110,11 +115,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if masters and not given:
             self._refuse_lost_masters(records)
         engine, self._plan = assemble(rule, records, given, options, self._construction)
+        self._engine = engine
+        self._finalizer = weakref.finalize(self, engine.close)
+        engine.before_first = _weakly(weakref.WeakMethod(self._follow_groups))
         # Copied, so the caller may drop them; those of frozen parameters wait for the day when these are trained.
         self._masters = masters.without([record.param for record in records]) if masters is not None else None
-        self._engine = engine
-        engine.before_first = _weakly(weakref.WeakMethod(self._follow_groups))
-        self._finalizer = weakref.finalize(self, engine.close)
         self._publish(records)
 
     def _place_gates(self, model: torch.nn.Module, options: Options) -> None:
@@ -122,18 +127,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._plan.mode not in EARLY_MODES:
             logger.info("overlap_forward has nothing to overlap: mode %s updates in step()", self._plan.mode)
             return
-        try:
-            self._gates = ForwardGates(
-                model,
-                layer_of=layer_namer(options.config.chunk_by),
-                flight=lambda: engine.flight,
-                land=engine.land,
-                switch_off=engine.stop_departing,
-            )
-            self._gates.attach(engine.chunks, engine.records)
-        except BaseException:
-            self.close()
-            raise
+        self._gates = ForwardGates(
+            model,
+            layer_of=layer_namer(options.config.chunk_by),
+            flight=lambda: engine.flight,
+            land=engine.land,
+            switch_off=engine.stop_departing,
+        )
+        self._gates.attach(engine.chunks, engine.records)
 
     # The training loop ------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ rules. Here are their hyperparameters, defaults and checks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -233,6 +234,9 @@ def _check_common(group: Mapping[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ConfigError(f"lr is a tensor of {lr.numel()} elements; expected a number or one element")
+    if not _is_number(lr, or_tensor=True):
+        raise ConfigError(f"lr={lr!r} {_no_number(lr, ' or a tensor of one element')}")
+    _require_number("weight_decay", group["weight_decay"])
     for name in ("lr", "weight_decay"):
         value = float(group[name])
         if not (value >= 0.0 and math.isfinite(value)):
@@ -242,11 +246,36 @@ def _check_common(group: Mapping[str, Any]) -> None:
 def _check_adamw(group: Mapping[str, Any]) -> None:
     _check_common(group)
     betas = group["betas"]
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+    pair = list(betas) if isinstance(betas, Iterable) and not isinstance(betas, str) else []
+    if len(pair) != 2:
+        raise ConfigError(f"betas={betas!r}: expected two numbers in [0, 1), as (0.9, 0.999)")
+    for beta in pair:
+        if not _is_number(beta, or_tensor=True):
+            raise ConfigError(f"betas={betas!r}: {beta!r} {_no_number(beta)}")
+    if not all(0.0 <= float(beta) < 1.0 for beta in pair):
         raise ConfigError(f"betas={betas!r}: expected two numbers in [0, 1)")
+    _require_number("eps", group["eps"])
     if not group["eps"] >= 0.0:
         raise ConfigError(f"eps={group['eps']!r}: expected 0 or more")
     _check_flags(group)
+
+
+def _require_number(name: str, value: Any) -> None:
+    if not _is_number(value):
+        raise ConfigError(f"{name}={value!r} {_no_number(value)}")
+
+
+def _is_number(value: Any, *, or_tensor: bool = False) -> bool:
+    """Also NumPy's; no bool, and no text, which ``float()`` would take."""
+    if isinstance(value, torch.Tensor):
+        return or_tensor and value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _no_number(value: Any, more: str = "") -> str:
+    """What is wrong with `value`, and the remedy."""
+    remedy = f"; text from a file or a command line is one after float({value!r})"
+    return f"is a {type(value).__name__}: expected a number{more}{remedy if isinstance(value, str) else ''}"
 
 
 def _check_flags(given: Mapping[str, Any]) -> None:

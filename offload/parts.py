@@ -23,6 +23,7 @@ from offload.schedule.updater import DeviceUpdater, Updater, make_device_updater
 from offload.schedule.worker import Worker
 from offload.threads import Budget, bind_current_thread
 from offload.transfer.slabs import SlabMaker
+from offload.undo import Undo
 
 __all__ = ["Parts", "make_backend", "make_hybrid_updater", "make_slab_maker", "make_updater"]
 
@@ -30,6 +31,8 @@ __all__ = ["Parts", "make_backend", "make_hybrid_updater", "make_slab_maker", "m
 @dataclass(frozen=True)
 class Parts:
     """What an engine's steppers are made of, and share. Nobody keeps it: they take from it what they need.
+
+    Whoever makes a part of an engine that is to be closed adds it to `undo`.
 
     Threads for kernels on the host are no part of it, because an engine that steps on the device alone has none.
     """
@@ -41,6 +44,7 @@ class Parts:
     options: Options
     worker: Worker
     clock: StageClock
+    undo: Undo
     given: Collection[int] = ()
     """Indices of the parameters whose masters are given."""
 

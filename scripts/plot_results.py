@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,7 @@ def timeline(trace: Any, pyplot: Any, window: tuple[float, float] | None = None)
     rows = row_names(trace, events)
     names = list(dict.fromkeys(event["name"] for event in events))
     figure, axis = pyplot.subplots(figsize=(9, 1.2 + 0.45 * len(rows)))
-    for index, name in enumerate(names):
-        colour = COLOURS[index % len(COLOURS)]
+    for name, colour in zip(names, distinct_colours(len(names), pyplot), strict=True):
         label: str | None = name
         for place, row in enumerate(rows):
             spans = [
@@ -219,6 +219,19 @@ def timeline(trace: Any, pyplot: Any, window: tuple[float, float] | None = None)
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=min(6, len(names)), fontsize=7, frameon=False)
     return figure
+
+
+def distinct_colours(number: int, pyplot: Any) -> list[Any]:
+    """A colour for each of `number` kinds, told apart without seeing red or green as well.
+
+    Matplotlib's list of ten for that (``tableau-colorblind10``) as far as it goes; for more, points of ``viridis``, which
+    differ in lightness, in strides of which kinds that follow each other lie far apart.
+    """
+    few = pyplot.style.library["tableau-colorblind10"]["axes.prop_cycle"].by_key()["color"]
+    if number <= len(few):
+        return list(few[:number])
+    stride = next(each for each in range(round(0.382 * number), number) if math.gcd(each, number) == 1)
+    return [pyplot.colormaps["viridis"](index * stride % number / (number - 1)) for index in range(number)]
 
 
 def complete_events(trace: Any) -> list[dict[str, Any]]:

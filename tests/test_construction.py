@@ -5,19 +5,26 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import offload
+from offload import assembly, front
 from offload.construction import COMPILE, DEVICE_KERNELS, MASTERS, OTHER, PIN, STAGES, TOUCH, Construction
 from offload.kernels.jit import Kernel
 from offload.kernels.norm import square_sums_of_tile
 from offload.kernels.numba_backend import NumbaBackend
-from offload.transfer import slabs
+from offload.schedule.engine import Engine
+from offload.schedule.forward_gates import ForwardGates
+from offload.schedule.worker import Worker
+from offload.transfer import helpers, slabs
+from offload.transfer.host import LaneTransport
 from offload.transfer.pinned import mapped_bytes, pinned_bytes
-from tests.training import adamw, batches, make_decoder, master_of, train
+from tests.training import adamw, batches, make_decoder, master_of, train, use_lanes
 
 TIMEOUT_S = 60.0
 WAIT_S = 30.0
@@ -296,3 +303,205 @@ def test_memory_that_cannot_be_had_while_kernels_compile_leaves_nothing(
     with pytest.raises(offload.MemoryBudgetError, match="no more"):
         adamw(model, mode=mode)
     assert compiled.is_set()
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_after_an_error_no_more_memory_is_touched(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight parts for two threads the first fails, or nothing ends in time, while others are under way."""
+    monkeypatch.setattr(slabs, "PART_BYTES", 4096)
+    monkeypatch.setattr(slabs, "PARTS_PER_THREAD", 4)
+    monkeypatch.setattr(helpers, "END_S", 0.05)
+    under_way, go_on = threading.Barrier(2), threading.Event()
+    touched: list[int] = []
+    before = mapped_bytes()
+    num_bytes = 8 * 4096
+
+    def touch(data: Any) -> None:
+        touched.append(data.ctypes.data)
+        under_way.wait(WAIT_S)
+        if len(touched) <= 2 and data.ctypes.data == min(touched) and not is_late:
+            raise offload.MemoryBudgetError("no more")
+        assert go_on.wait(WAIT_S)
+        data[:] = 1  # into memory that is still there
+
+    monkeypatch.setattr(slabs, "_touch", touch)
+    maker = slabs.SlabMaker(num_threads=2, timeout_s=0.05 if is_late else WAIT_S)
+    with pytest.raises(offload.DeadlineError if is_late else offload.MemoryBudgetError):
+        maker.make(num_bytes, "eight parts")
+    assert mapped_bytes() == before + num_bytes  # somebody is at work on it
+    under_way.abort()
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "offload-touch":
+            thread.join(WAIT_S)
+    assert len(touched) <= 3  # one may be taken just before the error is seen
+    assert our_threads() == []
+
+
+class PartError(Exception):
+    """Raised where a test wants it."""
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int = 1) -> list[PartError]:
+    """Let the `number`-th call of ``owner.name`` from now on raise what is listed then."""
+    raised: list[PartError] = []
+    real, calls = getattr(owner, name), iter(range(1, 1000))
+
+    def fake(*arguments: Any, **more: Any) -> Any:
+        if next(calls) == number:
+            raised.append(PartError(name))
+            raise raised[-1]
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(owner, name, fake)
+    return raised
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("offload-")]
+
+
+def refuse(build: Callable[[], object], raised: list[PartError], *, has_views: bool = False) -> None:
+    """`build` raises what was raised inside, and when it does so nothing is left: garbage is not collected before.
+
+    `has_views`: but for those that keep memory mapped, which go with the error's frames.
+    """
+    before = mapped_bytes()
+    gc.disable()
+    try:
+        with pytest.raises(PartError) as caught:
+            build()
+        assert raised == [caught.value]
+        assert our_threads() == []
+        if has_views:
+            traceback.clear_frames(caught.value.__traceback__)
+            gc.collect()
+        assert mapped_bytes() == before
+    finally:
+        gc.enable()
+
+
+PARTS = [
+    ("make_transport", 1),
+    ("make_slab_maker", 1),
+    ("make_backend", 1),
+    ("HostStepper", 1),
+    ("_make_room", 1),
+    ("Ranks", 1),
+    ("Engine", 1),
+]
+HYBRID_PARTS = [
+    *PARTS,
+    ("make_transport", 2),
+    ("make_slab_maker", 2),
+    ("FixedSlots", 1),
+    ("StreamStepper", 1),
+    ("DeviceStepper", 1),
+    ("HybridStepper", 1),
+]
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize(
+    ("mode", "part", "number"),
+    [("wavefront", *part) for part in PARTS] + [("hybrid", *part) for part in HYBRID_PARTS],
+)
+def test_what_was_built_before_a_part_that_fails_is_closed(
+    mode: str, part: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_lanes(monkeypatch)
+    raised = fail_at(monkeypatch, assembly, part, number)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    refuse(lambda: adamw(model, mode=mode, overlap_forward=True, model=model), raised)
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("part", ["make_slab_maker", "slots", "StreamStepper", "Engine"])
+@pytest.mark.parametrize("mode", ["all-at-once", "chunked-sync", "chunked-stream"])
+def test_so_it_is_where_state_is_streamed_alone(
+    mode: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if part == "slots":
+        part = "FreshSlots" if mode == "all-at-once" else "FixedSlots"
+    use_lanes(monkeypatch)
+    refuse(lambda: adamw(make_decoder(), mode=mode), fail_at(monkeypatch, assembly, part))
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("mode", EARLY_MODES)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Engine, "add"), (front.OffloadOptimizer, "_publish"), (front, "ModelWatch"), (ForwardGates, "attach")],
+)
+def test_an_engine_that_nobody_will_have_is_closed(
+    mode: str, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_lanes(monkeypatch)
+    raised = fail_at(monkeypatch, owner, name)
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    refuse(lambda: adamw(model, mode=mode, overlap_forward=True, model=model), raised, has_views=True)
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("part", ["StreamStepper", "DeviceStepper", "HybridStepper"])
+def test_the_thread_of_streamed_chunks_ends_too(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there is none, so one is made where it would be."""
+    make = assembly._make_hybrid_stream
+    seen: list[str] = []
+
+    def with_issuer(parts: Any, budget: Any, updater: Any, issuer: Worker | None) -> Any:
+        issuer = assembly._make_issuer(parts)
+        seen.extend(our_threads())
+        return make(parts, budget, updater, issuer)
+
+    monkeypatch.setattr(assembly, "_make_hybrid_stream", with_issuer)
+    raised = fail_at(monkeypatch, assembly, part)
+    refuse(lambda: adamw(make_decoder(), mode="hybrid"), raised)
+    assert "offload-stream-copier" in seen
+
+
+@pytest.mark.usefixtures("nothing_stays")
+def test_an_error_of_closing_hides_neither_the_reason_nor_the_rest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_lanes(monkeypatch)
+    close = LaneTransport.close
+
+    def failing(transport: LaneTransport) -> None:
+        close(transport)
+        raise OSError("no end")
+
+    monkeypatch.setattr(LaneTransport, "close", failing)
+    raised = fail_at(monkeypatch, assembly, "DeviceStepper")
+    refuse(lambda: adamw(make_decoder(), mode="hybrid"), raised)
+    assert any("LaneTransport" in message and "DeviceStepper" in message for message in caplog.messages)
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_thread_that_cannot_be_had_leaves_none_of_its_worker(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = threading.enumerate()
+    fail_at(monkeypatch, threading.Thread, "start", number)
+    with pytest.raises(PartError):
+        Worker("offload-alone", depth=1, timeout_s=TIMEOUT_S)
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(TIMEOUT_S)
+    assert our_threads() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "part", ["make_hybrid_updater", "StreamStepper", "DeviceStepper", "HybridStepper", "Engine"]
+)
+def test_on_a_gpu_nothing_stays_pinned_either(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_decoder(device="cuda")
+    offload.cast_compute_weights(model)
+    before = pinned_bytes()
+    refuse(lambda: adamw(model, mode="hybrid"), fail_at(monkeypatch, assembly, part))
+    assert pinned_bytes() == before

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -89,6 +90,56 @@ def test_bad_options_are_named_and_leave_nothing_behind(case: str) -> None:
     with pytest.raises((offload.ConfigError, offload.MemoryBudgetError), match=message):
         adamw([("a", parameter())], **options)
     assert (mapped_bytes(), threading.active_count()) == before
+
+
+NO_NUMBERS = [
+    ("lr", "1e-3", r"lr='1e-3' is a str: expected a number or a tensor of one element; .*float\('1e-3'\)"),
+    ("lr", None, "lr=None is a NoneType: expected a number"),
+    ("lr", True, "lr=True is a bool"),
+    ("lr", [1e-3], r"lr=\[0\.001\] is a list"),
+    ("lr", torch.tensor(True), r"lr=tensor\(True\) is a Tensor"),
+    ("weight_decay", "0.1", r"weight_decay='0\.1' is a str: expected a number; .*float\('0\.1'\)"),
+    ("weight_decay", None, "weight_decay=None is a NoneType"),
+    ("eps", "1e-8", r"eps='1e-8' is a str: .*float\('1e-8'\)"),
+    ("eps", torch.tensor(1e-8), "eps=tensor.* is a Tensor: expected a number"),
+    ("betas", 0.9, r"betas=0\.9: expected two numbers"),
+    ("betas", "09", "betas='09': expected two numbers"),
+    ("betas", (0.9,), r"betas=\(0\.9,\): expected two numbers"),
+    ("betas", (0.9, "0.95"), r"betas=\(0\.9, '0\.95'\): '0\.95' is a str: expected a number; .*float"),
+    ("betas", None, "betas=None: expected two numbers"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), NO_NUMBERS)
+def test_hyperparameters_that_are_no_numbers_are_refused(name: str, value: Any, message: str) -> None:
+    before = mapped_bytes(), threading.active_count()
+    with pytest.raises(offload.ConfigError, match=message):
+        adamw([("a", parameter())], **{name: value})
+    with pytest.raises(offload.ConfigError, match=message):
+        adamw([{"params": [parameter()], name: value}])
+    assert (mapped_bytes(), threading.active_count()) == before
+    with adamw([("a", parameter())]) as optimizer:
+        with pytest.raises(offload.ConfigError, match=message):
+            optimizer.add_param_group({"params": [parameter()], "param_names": ["b"], name: value})
+        assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 1},
+        {"lr": np.float32(1e-3), "weight_decay": np.float64(0.1), "eps": 0},
+        {"lr": torch.tensor(1e-3), "betas": [0.9, 0.95]},
+        {"lr": torch.tensor([1e-3]), "betas": (torch.tensor(0.9), np.float64(0.95))},
+    ],
+)
+def test_numbers_of_other_kinds_are_taken(options: dict[str, Any]) -> None:
+    weight = parameter()
+    with adamw([("a", weight)], **options) as optimizer:
+        before = weight.detach().clone()
+        weight.sum().backward()
+        optimizer.step()
+        assert not torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("params", [[], [nn.Parameter(torch.zeros(3), requires_grad=False)]])

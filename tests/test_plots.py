@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -120,6 +121,37 @@ def test_a_timeline_has_a_row_for_each_thread(trace: Any) -> None:
     assert spans == {(0.0, 9.0), (2.0, 4.0), (5.0, 7.0)}
     assert axis.get_xlim() == (0.0, 9.0)
     pyplot.close(figure)
+
+
+@pytest.mark.parametrize("number", [1, 9, 10, 11, 22, 40])
+def test_every_kind_of_stage_has_a_colour_of_its_own(number: int) -> None:
+    events = [
+        {"ph": "X", "name": f"stage {n % number}", "pid": 1, "tid": n % 3, "ts": n, "dur": 1}
+        for n in range(3 * number)
+    ]
+    pyplot = plot_results.load_matplotlib()
+    figure = plot_results.timeline(events, pyplot)
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    colours = [patch.get_facecolor() for patch in legend.get_patches()]
+    assert names == [f"stage {n}" for n in range(number)]
+    assert len({to_bytes(colour) for colour in colours}) == number
+    assert {to_bytes(bars.get_facecolor()[0]) for bars in figure.axes[0].collections} == set(
+        map(to_bytes, colours)
+    )
+    if number > 10:  # without colours still in as many shades
+        assert len({round(lightness(colour), 3) for colour in colours}) == number
+        assert all(abs(lightness(a) - lightness(b)) > 0.1 for a, b in itertools.pairwise(colours))
+    pyplot.close(figure)
+
+
+def to_bytes(colour: Any) -> tuple[int, ...]:
+    return tuple(round(255 * part) for part in colour)
+
+
+def lightness(colour: Any) -> float:
+    red, green, blue, *_ = colour
+    return float(0.299 * red + 0.587 * green + 0.114 * blue)
 
 
 def test_a_timeline_of_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

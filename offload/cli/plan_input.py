@@ -50,8 +50,14 @@ def read_input(
     """
     run = _run(_shape(model), training)
     state_bytes = None if memory.device_state is None else parse_bytes(memory.device_state)
-    config = OffloadConfig(stream_share=training.stream_share, device_budget=state_bytes)
+    config = OffloadConfig(
+        stream_share=training.stream_share, device_budget=state_bytes, moments=training.moments
+    )
     notes: list[str] = []
+    if config.moments != "fp32":
+        notes.append(
+            f"--moments {config.moments}: only the wavefront keeps them so; it is timed as with FP32 ones"
+        )
     rates = _rates(speed, notes)
     passes = _passes(run, rates, speed, notes)
     budgets = {

@@ -57,6 +57,9 @@ class RunOptions:
     overlap_forward: Annotated[
         bool, typer.Option(help="Of wavefront and hybrid: the next forward overlaps the update.")
     ] = False
+    moments: Annotated[
+        str, typer.Option(help="Of wavefront, as in OffloadConfig: how they are kept, fp32, bf16 or int8.")
+    ] = "fp32"
     stream_share: Annotated[
         float | None,
         typer.Option(help="Of hybrid, as in OffloadConfig: the host's state that is streamed; else planned."),

@@ -21,7 +21,7 @@ from offload.schedule.mode_costs import (
     needs_of,
 )
 from offload.schedule.plan import HIDDEN_SHARE
-from offload.schedule.step_estimate import Passes, StepEstimate, estimate_step
+from offload.schedule.step_estimate import Arrival, Passes, StepEstimate, estimate_step
 
 __all__ = ["ModeRow", "Recommendation", "mode_rows", "recommend"]
 
@@ -70,7 +70,7 @@ def mode_rows(
     rates: Rates | None = None,
     passes: Passes | None = None,
 ) -> list[ModeRow]:
-    """All modes but ``auto``, in the order of the documentation.
+    """All modes but ``auto``, in the order of the documentation; with reduced moments those that keep them.
 
     Args:
         config: its ``device_budget`` is for a hybrid's state on the device.
@@ -78,34 +78,69 @@ def mode_rows(
         rates: without them no times are given.
         passes: forward and backward; without them the update's time alone is given.
     """
+    if config.moments != "fp32":
+        return _with_reduced_moments(run, config, budgets, rates, passes)
     workload, machine = workload_of(run, config), _machine(run, config, budgets)
     arrivals = arrivals_of(run)
-    rows: list[ModeRow] = []
-    for mode, placement in PLACEMENTS.items():
-        row = _row(mode, placement, needs_of(mode, workload, machine), run, workload, budgets)
-        if rates is not None and passes is not None:
-            overlaps = run.overlap_forward and mode == "wavefront"
-            row = _timed(
-                row,
-                estimate_step(
-                    mode,
-                    workload,
-                    rates,
-                    passes,
-                    arrivals,
-                    overlaps_forward=overlaps,
-                    last_forward=last_forward_of(run),
-                ),
-            )
-        elif rates is not None:
-            row = replace(row, update_s=cost_of(mode, workload, rates))
-        rows.append(row)
+    rows = [_mode_row(mode, run, workload, machine, arrivals, budgets, rates, passes) for mode in PLACEMENTS]
     hybrid = hybrid_estimate(run, config, machine, rates, passes)
     row = _row("hybrid", Placement.HOST, hybrid.needs, run, workload, budgets)
     row = replace(row, update_s=hybrid.update_s, words=hybrid.words)
     rows.append(row if hybrid.step is None else _timed(row, hybrid.step))
     base = rows[0].step_s
     return [replace(row, share_of_resident=base and row.step_s and base / row.step_s) for row in rows]
+
+
+def _with_reduced_moments(
+    run: Run,
+    config: OffloadConfig,
+    budgets: Mapping[str, int | None],
+    rates: Rates | None,
+    passes: Passes | None,
+) -> list[ModeRow]:
+    """The wavefront, beside a resident step with FP32 moments."""
+    whole = mode_rows(
+        run, config=replace(config, moments="fp32"), budgets=budgets, rates=rates, passes=passes
+    )
+    base = whole[0].step_s
+    row = _mode_row(
+        "wavefront",
+        run,
+        workload_of(run, config),
+        _machine(run, config, budgets),
+        arrivals_of(run),
+        budgets,
+        rates,
+        passes,
+    )
+    return [replace(row, share_of_resident=base and row.step_s and base / row.step_s)]
+
+
+def _mode_row(
+    mode: str,
+    run: Run,
+    workload: Workload,
+    machine: Machine,
+    arrivals: Sequence[Arrival],
+    budgets: Mapping[str, int | None],
+    rates: Rates | None,
+    passes: Passes | None,
+) -> ModeRow:
+    row = _row(mode, PLACEMENTS[mode], needs_of(mode, workload, machine), run, workload, budgets)
+    if rates is None:
+        return row
+    if passes is None:
+        return replace(row, update_s=cost_of(mode, workload, rates))
+    step = estimate_step(
+        mode,
+        workload,
+        rates,
+        passes,
+        arrivals,
+        overlaps_forward=run.overlap_forward and mode == "wavefront",
+        last_forward=last_forward_of(run),
+    )
+    return _timed(row, step)
 
 
 def _machine(run: Run, config: OffloadConfig, budgets: Mapping[str, int | None]) -> Machine:
@@ -179,7 +214,7 @@ def _reason(chosen: ModeRow, leanest: ModeRow, rows: Sequence[ModeRow], fitting:
     if resident is not None and not resident.fits:
         words.append(f"resident lacks {_lacks(resident)}")
     if chosen.step_s is not None:
-        among = f"of the {len(fitting)} modes that fit, it has"
+        among = f"{_among(fitting)} has"
         shortest = min(fitting, key=_costs)
         if chosen is shortest:
             words.append(f"{among} the shortest step, {chosen.step_s:.2f} s")
@@ -188,10 +223,12 @@ def _reason(chosen: ModeRow, leanest: ModeRow, rows: Sequence[ModeRow], fitting:
                 f"{among} a step as short as {shortest.mode}'s within {SAME_SHARE:.0%}, {chosen.step_s:.2f} s"
             )
     elif chosen.update_s is not None:
-        words.append(f"of the {len(fitting)} modes that fit, it exposes least of its update")
+        words.append(f"{_among(fitting)} exposes least of its update")
     else:
         words.append(
             f"of the {len(fitting)} modes that fit, the first by memory traffic: rates are not known"
+            if len(fitting) > 1
+            else "it alone fits"
         )
     if chosen is not resident and chosen.share_of_resident is not None:
         words.append(f"{chosen.share_of_resident:.0%} of the resident speed")
@@ -199,6 +236,10 @@ def _reason(chosen: ModeRow, leanest: ModeRow, rows: Sequence[ModeRow], fitting:
         less = as_gib(chosen.device_bytes - leanest.device_bytes)
         words.append(f"{leanest.mode} is as fast with {less} GiB less on the device")
     return "; ".join(words)
+
+
+def _among(fitting: Sequence[ModeRow]) -> str:
+    return f"of the {len(fitting)} modes that fit, it" if len(fitting) > 1 else "it alone fits, and"
 
 
 def _lacks(row: ModeRow) -> str:

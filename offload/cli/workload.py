@@ -109,6 +109,7 @@ def workload_of(run: Run, config: OffloadConfig, *, backward_s: float | None = N
         rebalances=config.stream_share is None and not run.overlap_forward,
         can_mix=True,
         backward_s=backward_s,
+        moments=config.moments,
     )
 
 

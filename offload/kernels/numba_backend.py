@@ -71,6 +71,7 @@ class NumbaBackend:
         return self._team
 
     def start(self) -> None:
+        """See `Backend.start`: the team, then all variants and what construction itself will call, by way of the cache."""
         if self._cache_dir is not None:
             self._cache = cache_folder(self._cache_dir)
         self._team = team = make_team(self._num_threads)
@@ -83,6 +84,7 @@ class NumbaBackend:
         logger.info("numba backend: %s team of %d threads, %s", team.name, team.num_threads, self.variants)
 
     def prepare(self, variant: Variant) -> None:
+        """See `Backend.prepare`; what is compiled already costs a look into a dict."""
         for kernel, arguments in self._hot_calls(variant):
             if not kernel.is_compiled(arguments):
                 self._compile(kernel, arguments, self._cache)

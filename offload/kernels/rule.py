@@ -32,7 +32,8 @@ class Rule(Protocol):
     """The hyperparameters and state of one optimizer's update."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Of the update, for messages and for backends that have a kernel of their own for it."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -84,6 +85,7 @@ class KernelRule:
         return bool(self.state_names) and self.moments != "fp32"
 
     def row(self, group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[float, ...]:
+        """See `Rule.row`; a double in each column, of which storing makes a float32."""
         row: tuple[float, ...] = self.hyper_row(group, step, coef)
         return row
 

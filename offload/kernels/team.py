@@ -161,8 +161,11 @@ class LayerTeam:
         self.num_threads = max(1, min(num_threads, limit))
 
     def start(self, cache: Path | None = None) -> None:
-        # In the worker, never in the main thread: a first launch there would change torch's thread count, and the number
-        # of threads is a property of the thread that sets it.
+        """Take up Numba's threads and have the launcher compiled, from `cache` or into it.
+
+        In the worker, never in the main thread: a first launch there would change torch's thread count, and the number of
+        threads is a property of the thread that sets it.
+        """
         with _preferred(self.name):
             numba.set_num_threads(self.num_threads)
         self.name = str(numba.threading_layer())
@@ -178,11 +181,12 @@ class LayerTeam:
                 logger.warning("the launcher is not cached: %s cannot be written (%s)", cache, error)
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
+        """See `Team.run`. Only from the thread that called `start`: the layer may know no other."""
         call = kernel.bind(make_shares(count, self.num_threads), arguments)
         launch(self.num_threads, call.function, call.arguments)
 
     def close(self) -> None:
-        pass
+        """The threads are Numba's, and stay."""
 
 
 def _work(call: Call, worker: int) -> None:
@@ -200,7 +204,7 @@ class ExecutorTeam:
         self._executor: ThreadPoolExecutor | None = None
 
     def start(self, cache: Path | None = None) -> None:
-        # The calling thread takes a share itself.
+        """One thread fewer than the team has: the calling thread takes a share itself. Nothing is compiled."""
         if self.num_threads > 1:
             self._executor = ThreadPoolExecutor(self.num_threads - 1, thread_name_prefix="offload-kernel")
 
@@ -222,6 +226,7 @@ class ExecutorTeam:
             future.result()
 
     def close(self) -> None:
+        """End the threads; nothing is running then, since `run` waits for all."""
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
@@ -234,10 +239,11 @@ class PythonTeam:
     num_threads = 1
 
     def start(self, cache: Path | None = None) -> None:
-        pass
+        """Nothing to take up."""
 
     def run(self, kernel: Kernel, count: int, arguments: tuple[Any, ...]) -> None:
+        """See `Team.run`."""
         kernel.run_python(make_shares(count, 1), arguments)
 
     def close(self) -> None:
-        pass
+        """Nothing to end."""

@@ -127,7 +127,10 @@ class TorchBackend:
         self.flush_denormals = bool(flush_denormals)
 
     def start(self) -> None:
-        # Before this thread's first parallel operation: its OpenMP team inherits the mode when it starts.
+        """Set denormals and the number of threads for the calling thread, before its first parallel operation.
+
+        Its OpenMP team inherits the mode when it starts.
+        """
         torch.set_flush_denormal(self.flush_denormals)
         if self.num_threads is not None:
             _set_num_threads_here(self.num_threads)

@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from offload.errors import ClosedError
+
 __all__ = ["REFILL", "RUN_AHEAD", "Backlog", "always"]
 
 T = TypeVar("T")
@@ -56,9 +58,15 @@ class _Waiting(Generic[T]):
                 yield from (item for item, _ in items)
 
     def append(self, item: T, group: int | None, ready: Callable[[], bool]) -> None:
-        if not self._stretches or (group is None) is not (None in self._stretches[-1]):
-            self._stretches.append({})
-        self._stretches[-1].setdefault(group, deque()).append((item, ready))
+        """See Note [Ctrl-C]: from the first change on nothing is called."""
+        waits = (item, ready)
+        stretch = self._stretches[-1] if self._stretches else None
+        if stretch is None or (group is None) is not (None in stretch):
+            self._stretches += ({group: deque((waits,))},)
+        elif group in stretch:
+            stretch[group] += (waits,)
+        else:
+            stretch[group] = deque((waits,))
         self._number += 1
 
     def pop(self) -> T:
@@ -85,7 +93,7 @@ class Backlog(Generic[T]):
         self._depth, self._extra, self._run_ahead = depth, 0, run_ahead
         self._early: deque[Callable[[], bool]] = deque()  # of the items put last, those not known to be ready
         self._num_held_up = 0  # several threads may put: the first that goes on leaves the others waiting
-        self._is_lifted = False
+        self._is_lifted = self._has_ended = False
         self._items: _Waiting[T] = _Waiting()
         self._reports: deque[T] = deque()
         self._lock = threading.RLock()  # a finalizer, which may run while an item is taken, puts the last one
@@ -109,22 +117,49 @@ class Backlog(Generic[T]):
             group: where it may be taken before items of other groups that came earlier.
             ready: whether taking it now would hold up nothing; asked from the thread that takes, and from the one that
                 puts. Keeps nothing alive that is worth keeping, since it may be asked when the item is gone.
+
+        Raises:
+            ClosedError: `end` was called, before or while this waited for room; the item is not in.
         """
-        # Called on the user's thread, where Ctrl-C may strike anywhere: the lock itself, whose methods are C and cannot be
-        # interrupted half-way, and not a condition's ``with``, which is Python and could leave the lock taken for ever.
-        if not self._lock.acquire(timeout=timeout_s):
-            return False
+        held: list[bool] = []  # see Note [Ctrl-C]
         try:
+            held.extend(map(self._lock.acquire, (True,), (timeout_s,)))
+            if not held[0]:
+                return False
             self._full |= len(self._items) >= self._limit
             if self._must_wait() and not self._wait_for_room(timeout_s):
                 return False
+            if self._has_ended:
+                raise ClosedError("nothing more is taken: the end was put")
             self._items.append(item, group, ready)
             if self._run_ahead is not None and ready is not always:
                 self._early.append(ready)
             self._not_empty.notify()
             return True
         finally:
-            self._lock.release()
+            if True in held:
+                try:  # noqa: SIM105 - a context manager is more Python
+                    self._lock.release()
+                except RuntimeError:  # interrupted inside `wait`, which had given it away
+                    pass
+
+    def end(self, item: T, timeout_s: float) -> bool:
+        """Append the last item, for which there is always room: from now on `put` refuses, also who waits for room in it.
+
+        So nothing lies behind it that nobody will take. False: the backlog was locked for `timeout_s` seconds.
+        """
+        held: list[bool] = []  # see Note [Ctrl-C]
+        try:
+            held.extend(map(self._lock.acquire, (True,), (timeout_s,)))
+            if held[0]:
+                self._has_ended = True
+                self._items.append(item, None, always)
+                self._not_empty.notify()
+                self._room.notify_all()
+            return held[0]
+        finally:
+            if True in held:
+                self._lock.release()
 
     def allow(self, extra: int) -> None:
         """From now on let so many more items wait than the depth says."""
@@ -168,7 +203,7 @@ class Backlog(Generic[T]):
         return self._depth + self._extra
 
     def _must_wait(self) -> bool:
-        return not self._is_lifted and (self._full or self._runs_ahead())
+        return not (self._is_lifted or self._has_ended) and (self._full or self._runs_ahead())
 
     def _runs_ahead(self) -> bool:
         """Whether as many of the last items as may be are still to become ready."""

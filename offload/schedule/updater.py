@@ -89,6 +89,7 @@ class DeviceUpdater:
         self._select = torch.ones(1, dtype=torch.uint8, device=device)
 
     def start(self) -> None:
+        """Compile the variants; see `Raises` of the class."""
         for variant in self._variants:
             self._backend.warm(variant, self._device)
 
@@ -117,10 +118,12 @@ class FusedUpdater:
         """Nothing to prepare."""
 
     def upload(self, rows: Array) -> Sequence[Array]:
+        """They stay on the host: torch takes hyperparameters as Python floats."""
         return list(rows)
 
     @torch.no_grad()
     def update(self, tile: TileTensors, row: Array) -> None:
+        """See `Updater.update`; on the current stream, with temporaries of the size of the tile."""
         gradient = _whole_gradient(tile)
         _write_sums(tile, gradient)
         if self._is_adamw:
@@ -148,15 +151,19 @@ class HostUpdater:
 
     @property
     def rule(self) -> Rule:
+        """Of the backend."""
         return self._backend.rule
 
     def start(self) -> None:
+        """Start the backend, where nobody else does."""
         self._backend.start()
 
     def upload(self, rows: Array) -> Sequence[Array]:
+        """Views of `rows`, float32 ``[1, columns]`` each: nothing has to move."""
         return [rows[index : index + 1] for index in range(len(rows))]
 
     def update(self, tile: TileTensors, row: Array) -> None:
+        """See `Updater.update`; done when it returns. A variant that is new is compiled here."""
         self._prepare(tile, _name(tile.weight) if tile.weight is not None else None)
         arrays = TileArrays(
             grad=_array(tile.grad),

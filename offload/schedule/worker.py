@@ -130,7 +130,11 @@ class Worker:
             for role, target in targets.items()
         ]
         for thread in self._threads:
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:
+                computing.put(_END)  # for the one that runs: it has no work yet
+                raise
 
     @property
     def failed(self) -> bool:
@@ -174,17 +178,26 @@ class Worker:
     def submit(self, job: Job, *, group: int | None = None, ready: Callable[[], bool] = always) -> None:
         """Queue `job`; blocks while the queue is full. Never raises the worker's errors: hooks call this.
 
+        A job that is not queued, because the worker has failed, was closed (also while this waited) or took too long, is
+        dropped with the reason.
+
         Args:
             group: jobs that may be taken before earlier ones of other groups, in their own order; None: after all
                 earlier jobs, before all later ones.
             ready: of a job in a group, whether its copies would not have to wait.
         """
         if self.failed or self._closed:
-            job.drop(self._outcome.error or ClosedError("the optimizer is closed"))
-        elif not self._inbox.put(job, self.timeout_s, group=group, ready=ready):
-            error = self._late("took no job")
-            self._outcome.fail(error)
-            job.drop(error)
+            job.drop(self._outcome.error or _closed())
+            return
+        try:
+            if self._inbox.put(job, self.timeout_s, group=group, ready=ready):
+                return
+        except ClosedError:  # by another thread, since we looked
+            job.drop(self._outcome.error or _closed())
+            return
+        error = self._late("took no job")
+        self._outcome.fail(error)
+        job.drop(error)
 
     def call(self, function: Callable[[], T], *, on_copier: bool = False) -> T:
         """Run `function` after everything queued so far and return its result; see `Call`.
@@ -220,20 +233,22 @@ class Worker:
         raise error
 
     def close(self) -> None:
-        """End the threads after what is queued. Safe to call twice."""
+        """End the threads after what is queued; who waits for room in the queue is refused. Safe to call twice."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         timeout_s = FAILED_CLOSE_TIMEOUT_S if self.failed else CLOSE_TIMEOUT_S
-        if not self._inbox.put(_END, timeout_s):
-            logger.warning("the offload worker did not take its end; its threads are left behind as daemons")
+        end = time.monotonic() + timeout_s  # of all together: the copier cannot end before the worker
+        is_told = self._inbox.end(_END, timeout_s)
+        if threading.current_thread() in self._threads:  # a finalizer there: each of them waits for the other
             return
-        if (
-            threading.current_thread() not in self._threads
-        ):  # a finalizer there: each of them waits for the other
-            end = time.monotonic() + timeout_s  # of both together: the copier cannot end before the worker
-            for thread in self._threads:
-                thread.join(max(end - time.monotonic(), 0.0))
+        for thread in self._threads:
+            thread.join(max(end - time.monotonic(), 0.0))
+        if not is_told or any(thread.is_alive() for thread in self._threads):
+            logger.warning(
+                "the offload worker did not end within %s s; its threads are left behind as daemons",
+                timeout_s,
+            )
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(
@@ -276,6 +291,10 @@ class _Computed(NamedTuple):
     """The worker's report to the copier."""
 
     job: Job
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the optimizer is closed")
 
 
 _END: Any = object()

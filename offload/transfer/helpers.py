@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
@@ -17,7 +18,7 @@ __all__ = ["Helpers"]
 Task = tuple[Future[None], Callable[[], object]]
 
 END_S = 1.0
-"""Seconds that each idle thread has to end."""
+"""Seconds that the threads have to end, all together, after what they are at."""
 
 
 class Helpers:
@@ -45,17 +46,30 @@ class Helpers:
         self._tasks.put((future, function))
         return future
 
+    def cancel(self) -> None:
+        """Nothing that is still queued will be run; what runs already goes on."""
+        while True:
+            try:
+                task = self._tasks.get_nowait()
+            except queue.Empty:
+                return
+            if task is not None:
+                task[0].cancel()
+
     def __enter__(self) -> Helpers:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the threads after what is queued; one that hangs is left behind."""
+        """End the threads after what is queued, or on an error without that; one that hangs is left behind."""
+        if error is not None:
+            self.cancel()
         for _ in self._threads:
             self._tasks.put(None)
+        end = time.monotonic() + END_S
         for thread in self._threads:
-            thread.join(END_S)
+            thread.join(max(end - time.monotonic(), 0.0))
 
 
 def _run_all(tasks: queue.SimpleQueue[Task | None], bind: Callable[[], object] | None) -> None:

@@ -77,7 +77,7 @@ class SlabMaker:
         return self.make_all([Wanted(num_bytes, name, pin)])[0]
 
     def make_all(self, wanted: Sequence[Wanted]) -> list[Slab]:
-        """Slabs in the order of `wanted`. On an error none of them stays.
+        """Slabs in the order of `wanted`. On an error none of them stays, and no more of them is touched.
 
         Where pinning is refused the slab is pageable, and that is logged.
 
@@ -103,6 +103,7 @@ class SlabMaker:
                 for slab, pin in pins.items():
                     self._wait(pin, f"pinning {slab!r}")
             except BaseException:
+                touchers.cancel()  # a part that is being touched keeps its memory mapped until that has ended
                 for pin in pins.values():
                     pin.cancel()
                 stuck = wait(pins.values(), timeout=min(self._timeout_s, STUCK_S)).not_done

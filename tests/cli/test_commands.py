@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("typer", reason="the command line's extra is not installed")
 pytest.importorskip("rich", reason="the command line's extra is not installed")
@@ -21,8 +22,12 @@ import offload.cli
 from offload.cli import host_checks, scripts, speed_checks
 from offload.cli.app import app, run
 from offload.cli.bench import BENCHMARKS
+from offload.cli.chunks import parameters
+from offload.cli.model_shape import ModelShape
 from offload.errors import ConfigError
 from offload.kernels import jit
+from offload.transfer.pinned import mapped_bytes
+from tests.training import KERNEL_CACHE
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--layers", "4", "--hidden", "256", "--vocab", "512"]
@@ -50,6 +55,46 @@ def test_plan_from_numbers() -> None:
     assert {row["mode"] for row in made["modes"]} >= {"resident", "wavefront", "chunked-stream"}
     assert made["modes"][0]["step_s"] == pytest.approx(0.5)
     assert made["modes"][0]["tokens_per_s"] == pytest.approx(8192 / 0.5)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("options", [[], ["--accumulation-steps", "2"], ["--dtype", "fp32"]])
+def test_planned_host_memory_is_what_an_optimizer_of_these_moments_plans_and_maps(
+    moments: str, options: list[str]
+) -> None:
+    made = plan_json(*MODEL, "--no-overlap-forward", "--moments", moments, *options)
+    (row,) = [each for each in made["modes"] if each["mode"] == "wavefront"]
+    dtype = torch.float32 if "fp32" in options else torch.bfloat16
+    shape = ModelShape(4, 256, 1024, 512, 2, 2, 128)
+    named = [(name, torch.nn.Parameter(torch.zeros(n, dtype=dtype))) for name, n in parameters(shape)]
+    assert made["model"]["parameters"] == sum(parameter.numel() for _, parameter in named)
+    before = mapped_bytes()
+    with offload.AdamW(
+        named,
+        mode="wavefront",
+        accumulation_steps=2 if "--accumulation-steps" in options else 1,
+        config=offload.OffloadConfig(moments=moments, kernel_cache_dir=KERNEL_CACHE),
+    ) as optimizer:
+        assert row["host_bytes"] == optimizer.plan.host_bytes
+        mapped = mapped_bytes() - before
+        gradients = sum(parameter.nbytes for _, parameter in named)  # of the observed step: not there yet
+        sums = 4 * sum(parameter.numel() for _, parameter in named) * ("--accumulation-steps" in options)
+        assert mapped == optimizer.host_bytes
+        assert row["host_bytes"] == pytest.approx(mapped + gradients + sums, rel=0.01)
+
+
+def test_plan_of_reduced_moments_is_a_wavefronts() -> None:
+    asked = [*MODEL, *RATES, "--resident-step", "0.5"]
+    whole = {row["mode"]: row for row in plan_json(*asked)["modes"]}
+    made = plan_json(*asked, "--moments", "int8")
+    (row,) = made["modes"]
+    assert row["mode"] == made["recommended"] == "wavefront"
+    assert row["host_bytes"] < whole["wavefront"]["host_bytes"]
+    same = ("step_s", "update_s", "device_bytes", "share_of_resident")
+    assert {name: row[name] for name in same} == {name: whole["wavefront"][name] for name in same}
+    assert "alone fits" in made["reason"]
+    assert any("--moments int8" in note for note in made["notes"])
+    assert "int8" in call("plan", *asked, "--moments", "int8")
 
 
 def test_plan_from_a_config(tmp_path: Path) -> None:
@@ -115,6 +160,7 @@ def test_plan_by_the_rate_of_arithmetic() -> None:
     [
         (["plan", "--layers", "4"], "hidden"),
         (["plan", *MODEL, "--link-rate", "-1"], "--link-rate=-1"),
+        (["plan", *MODEL, "--moments", "fp8"], "moments='fp8'"),
         (["plan", "nowhere/config.json"], "nowhere"),
     ],
 )

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dis
+import sys
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.errors import ClosedError
 from offload.schedule.backlog import REFILL, RUN_AHEAD, Backlog
 
 DEADLINE_S = 20.0
+
+T = TypeVar("T")
 
 
 def put(backlog: Backlog[str], *items: str, not_ready: str = "") -> None:
@@ -20,7 +31,7 @@ def put(backlog: Backlog[str], *items: str, not_ready: str = "") -> None:
         assert backlog.put(item, DEADLINE_S, group=group, ready=lambda item=item: item[0] not in not_ready)
 
 
-def take_all(backlog: Backlog[str], number: int) -> list[str]:
+def take_all(backlog: Backlog[T], number: int) -> list[T]:
     return [backlog.take() for _ in range(number)]
 
 
@@ -88,13 +99,13 @@ def test_a_full_backlog_admits_again_when_half_of_it_is_gone(group: int | None) 
     assert [backlog.take() for _ in range(3)] == [2, 3, 4]
 
 
-def test_a_finalizer_may_put_while_an_item_is_taken() -> None:
+def test_a_finalizer_may_put_the_end_while_an_item_is_taken() -> None:
     """Closing a forgotten optimizer does, on the thread that takes; it must not wait for itself."""
     backlog: Backlog[str] = Backlog(4)
     was_put: list[bool] = []
 
     def ready() -> bool:
-        was_put.append(backlog.put("end", 0.1))
+        was_put.append(backlog.end("end", 0.1))
         return True
 
     backlog.put("item", 0.1, group=0, ready=ready)
@@ -207,7 +218,127 @@ def test_nobody_waits_in_a_backlog_whose_taker_has_failed(is_full: bool) -> None
     assert device.put(backlog, *range(3 * RUN_AHEAD))
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_nothing_comes_behind_the_end(is_full: bool) -> None:
+    backlog: Backlog[int] = Backlog(2)
+    fill(backlog, 2 if is_full else 1)
+    assert backlog.end(-1, DEADLINE_S)
+    with pytest.raises(ClosedError):
+        backlog.put(5, DEADLINE_S)
+    assert backlog.waiting() == [*range(2 if is_full else 1), -1]
+
+
 def test_what_waits_can_be_asked_for() -> None:
     backlog: Backlog[str] = Backlog(8)
     put(backlog, "a1", "b1", "-1", "a2")
     assert sorted(backlog.waiting()) == ["-1", "a1", "a2", "b1"]
+
+
+# Ctrl-C
+
+
+PLACES = ("RESUME", "CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD")
+"""Instructions, of some version of Python, after which a signal's handler may run."""
+
+
+@dataclass
+class Interrupt:
+    """Raises `KeyboardInterrupt` at the `number`-th place, from 0, where the interpreter would let a signal's handler run:
+    after a call, at the beginning of a function, at a turn of a loop; inside `function` and the Python that it calls.
+    """
+
+    number: int
+    where: str = ""
+    _seen: int = 0
+    _last: dict[FrameType, str] = field(default_factory=dict)
+
+    def run(self, function: Callable[[], object]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            function()
+        finally:
+            sys.settrace(before)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if Path(frame.f_code.co_filename).name not in ("backlog.py", "threading.py"):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "call":
+            self._last[frame] = "RESUME"
+        elif event == "opcode":
+            last, now = self._last[frame], opcode_at(frame)
+            self._last[frame] = now
+            if last.startswith(PLACES) and not now.startswith("CALL"):
+                self._count(frame)
+        return self._trace
+
+    def _count(self, frame: FrameType) -> None:
+        self._seen += 1
+        if self._seen > self.number and not self.where:
+            self.where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+            raise KeyboardInterrupt
+
+
+def opcode_at(frame: FrameType) -> str:
+    if frame.f_code not in opcodes:
+        opcodes[frame.f_code] = {each.offset: each.opname for each in dis.get_instructions(frame.f_code)}
+    return opcodes[frame.f_code].get(frame.f_lasti, "")
+
+
+opcodes: dict[CodeType, dict[int, str]] = {}
+
+
+def is_free(backlog: Backlog[int]) -> bool:
+    """Asked from a thread that does not hold the lock."""
+    return backlog._lock.acquire(timeout=DEADLINE_S / 4) and backlog._lock.release() is None
+
+
+def interrupted_everywhere(make: Callable[[], tuple[Backlog[int], Callable[[], object]]]) -> list[str]:
+    """Where `Interrupt` struck. Each time the lock is free afterwards, and what is in can be taken, with the end."""
+    places: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(1000):
+            backlog, function = make()
+            interrupt = Interrupt(number)
+            try:
+                interrupt.run(function)
+            except KeyboardInterrupt:
+                places.append(interrupt.where)
+            else:
+                return places
+            assert pool.submit(is_free, backlog).result(DEADLINE_S), places[-1]
+            items = backlog.waiting()
+            assert backlog.end(-1, DEADLINE_S)
+            assert take_all(backlog, len(backlog._items)) == [*items, -1], places[-1]
+            assert backlog._num_held_up == 0, places[-1]
+    raise AssertionError("it has no end")
+
+
+@pytest.mark.parametrize("groups", [(None,), (1,), (None, 1), (1, None), (1, 1), (1, 2)])
+def test_ctrl_c_in_put_leaves_the_lock_free_and_the_items_whole(groups: tuple[int | None, ...]) -> None:
+    def make() -> tuple[Backlog[int], Callable[[], object]]:
+        backlog: Backlog[int] = Backlog(8, run_ahead=8)
+        *before, last = groups
+        for item, group in enumerate(before):
+            backlog.put(item, DEADLINE_S, group=group)
+        return backlog, partial(backlog.put, 9, DEADLINE_S, group=last, ready=bool)
+
+    places = interrupted_everywhere(make)
+    assert any(place.startswith("put,") for place in places)
+    assert any(place.startswith("append,") for place in places)
+
+
+def test_ctrl_c_while_waiting_for_room_leaves_the_lock_free() -> None:
+    def make() -> tuple[Backlog[int], Callable[[], object]]:
+        backlog: Backlog[int] = Backlog(1)
+        fill(backlog, 1)
+        return backlog, partial(backlog.put, 9, 0.001)
+
+    places = interrupted_everywhere(make)
+    assert any(place.startswith("wait,") for place in places)
+
+
+def test_ctrl_c_in_end_leaves_the_lock_free() -> None:
+    places = interrupted_everywhere(lambda: (backlog := Backlog[int](1), partial(backlog.end, 9, DEADLINE_S)))
+    assert any(place.startswith("end,") for place in places)

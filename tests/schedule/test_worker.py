@@ -16,6 +16,7 @@ import pytest
 
 from offload.errors import ClosedError, ConfigError, DeadlineError, KernelError, WorkerError
 from offload.schedule import worker as worker_module
+from offload.schedule.backlog import Backlog
 from offload.schedule.worker import Worker
 
 DEADLINE_S = 20.0
@@ -466,7 +467,7 @@ def test_close_again_and_use_after_close(
         worker.call(lambda: None)
 
 
-def test_close_waits_for_room_in_a_full_queue(make_worker: Callable[..., Worker], log: list[str]) -> None:
+def test_close_finishes_a_full_queue_too(make_worker: Callable[..., Worker], log: list[str]) -> None:
     worker = make_worker(depth=1)
     gate = submit_gate(worker, log)
     worker.submit(FakeJob("a", log))
@@ -492,10 +493,54 @@ def test_close_leaves_a_hanging_worker_behind(
     with caplog.at_level(logging.WARNING):
         worker.close()
     assert "left behind" in caplog.text
-    gate.open()
-    assert worker._inbox.put(worker_module._END, DEADLINE_S)
+    gate.open()  # it finds its end when it goes on
     for thread in threads():
         thread.join(DEADLINE_S)
+
+
+def test_a_job_that_comes_while_another_thread_closes_is_dropped(
+    make_worker: Callable[..., Worker], log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saw an open worker, and its item would lie behind the end."""
+    worker, gate, put = make_worker(), Gate(), Backlog.put
+
+    def slow_put(*arguments: Any, **more: Any) -> bool:
+        gate()
+        return put(*arguments, **more)
+
+    monkeypatch.setattr(Backlog, "put", slow_put)
+    job = FakeJob("late", log)
+    with ThreadPoolExecutor() as pool:
+        submitting = pool.submit(worker.submit, job)
+        calling = pool.submit(worker.call, lambda: None)
+        assert gate.reached.wait(DEADLINE_S)
+        worker.close()
+        gate.open()
+        submitting.result(DEADLINE_S)
+        assert isinstance(calling.exception(DEADLINE_S / 2), ClosedError)
+    assert isinstance(job.drop_error, ClosedError)
+    assert not worker.failed
+    assert worker._inbox.waiting() == []
+
+
+def test_who_waits_for_room_when_another_thread_closes_is_refused(
+    make_worker: Callable[..., Worker], log: list[str]
+) -> None:
+    worker = make_worker(depth=1)
+    gate = submit_gate(worker, log)
+    worker.submit(FakeJob("a", log))
+    jobs = [FakeJob(name, log) for name in "bc"]
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(worker.submit, job) for job in jobs]
+        with pytest.raises(FutureTimeout):
+            waiting[0].result(SOON_S)
+        closing = pool.submit(worker.close)
+        for each in waiting:  # at once, not when there is room
+            each.result(DEADLINE_S / 2)
+        gate.open()
+        closing.result(DEADLINE_S)
+    assert [type(job.drop_error) for job in jobs] == [ClosedError] * 2
+    assert stages(log, "deliver") == ["gate", "a"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -535,6 +580,6 @@ def test_a_forgotten_worker_is_collected() -> None:
     del worker
     gc.collect()
     assert reference() is None
-    inbox.put(worker_module._END, DEADLINE_S)
+    inbox.end(worker_module._END, DEADLINE_S)
     for thread in threads():
         thread.join(DEADLINE_S)
