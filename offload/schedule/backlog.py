@@ -11,6 +11,11 @@ is taken all the same, and nobody is helped by it.
 Items can be put in groups. Among groups that wait, the one that came last goes first, if it is ready: where the next
 forward overlaps the update, the layer whose gradients came last is the one whose weights are needed first. Ready, because
 the program runs ahead of the device: a copy of what is still to be computed would hold up all that are issued after it.
+
+Note [Ctrl-C]: `Backlog.put` and `Backlog.end` run on the user's thread, where a signal may raise after any call that Python
+code makes, but not inside of one that C code makes. A lock that is then held by nobody who knows of it is held for ever. So
+one call of C takes it and notes that it is held, there is no ``with`` of a condition, which is Python, and an item is
+appended by operations on containers, which are no calls.
 """
 
 from __future__ import annotations
