@@ -40,6 +40,9 @@ RATES, COMPILE, DEVICE_KERNELS, TOUCH, PIN, MASTERS = STAGES = (
 )
 OTHER = "other"
 
+RATED_NUMEL = 10_000_000
+"""Parameters from which on seconds per billion of them say something."""
+
 SLOW_S = 10.0
 """Seconds between two lines that say what is under way."""
 
@@ -117,13 +120,9 @@ class Construction:
             return {**self._seconds, OTHER: self._other_s}
 
     def log(self, numel: int) -> None:
-        """One line: what was built of `numel` parameters, and what took how long."""
-        logger.info(
-            "built in %.1f s (%.2f s per billion parameters): %s; stages overlap",
-            self.total_s,
-            self.total_s * 1e9 / max(numel, 1),
-            _listed(self.seconds),
-        )
+        """One line: what was built of `numel` parameters, and what took how long. Small models say nothing per billion."""
+        rate = f" ({self.total_s * 1e9 / numel:.2f} s per billion parameters)" if numel >= RATED_NUMEL else ""
+        logger.info("built in %.1f s%s: %s; stages overlap", self.total_s, rate, _listed(self.seconds))
 
     def _note(self, name: str, change: int) -> None:
         with self._lock:

@@ -90,7 +90,8 @@ class GoneGradient(torch.Tensor):
             f"{func} reads the gradient of {name}, which has left for the optimizer during backward. To clip gradients "
             "use max_grad_norm= of the optimizer (exact, in every mode); their norm is in optimizer.last_step.grad_norm. "
             "To look at gradients, register a hook on the parameter before the optimizer is built. To reduce them between "
-            "ranks, wrap the model (DistributedDataParallel, fully_shard) before the optimizer's first step"
+            "ranks, wrap the model (DistributedDataParallel, fully_shard) before the optimizer's first step. Of two "
+            "optimizers over one parameter only one can have its gradient: give each parameter to one of them"
         )
 
 

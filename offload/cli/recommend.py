@@ -213,7 +213,11 @@ def _reason(chosen: ModeRow, leanest: ModeRow, rows: Sequence[ModeRow], fitting:
     resident = next((row for row in rows if row.mode == "resident"), None)
     if resident is not None and not resident.fits:
         words.append(f"resident lacks {_lacks(resident)}")
-    if chosen.step_s is not None:
+    if len(rows) == 1:
+        words.append("no other mode keeps moments so")
+        if chosen.step_s is not None:
+            words.append(f"a step of {chosen.step_s:.2f} s")
+    elif chosen.step_s is not None:
         among = f"{_among(fitting)} has"
         shortest = min(fitting, key=_costs)
         if chosen is shortest:

@@ -87,7 +87,7 @@ class NumbaBackend:
         """See `Backend.prepare`; what is compiled already costs a look into a dict."""
         for kernel, arguments in self._hot_calls(variant):
             if not kernel.is_compiled(arguments):
-                self._compile(kernel, arguments, self._cache)
+                self._compile(kernel, arguments)
 
     def update(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> None:
         self.team.run(self.rule.kernel, len(tile.blocks), self._update_arguments(tile, rows, select))
@@ -146,11 +146,11 @@ class NumbaBackend:
 
     def _prepare_elementwise(self, kernel: Kernel, arrays: tuple[Any, ...]) -> None:
         if not kernel.is_compiled(arrays):
-            self._compile(kernel, arrays, None)
+            self._compile(kernel, arrays)
 
-    def _compile(self, kernel: Kernel, arguments: tuple[Any, ...], cache: Path | None) -> None:
+    def _compile(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
         with self._stage(COMPILE):
-            kernel.compile(arguments, cache=cache)
+            kernel.compile(arguments, cache=self._cache)
 
     def _update_arguments(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> tuple[Any, ...]:
         state = (tile.master, *tile.moments)
