@@ -98,10 +98,12 @@ NO_NUMBERS = [
     ("lr", True, "lr=True is a bool"),
     ("lr", [1e-3], r"lr=\[0\.001\] is a list"),
     ("lr", torch.tensor(True), r"lr=tensor\(True\) is a Tensor"),
+    ("lr", torch.tensor(1e-3, device="meta"), "lr=tensor.*meta.* is a Tensor"),
     ("weight_decay", "0.1", r"weight_decay='0\.1' is a str: expected a number; .*float\('0\.1'\)"),
     ("weight_decay", None, "weight_decay=None is a NoneType"),
     ("eps", "1e-8", r"eps='1e-8' is a str: .*float\('1e-8'\)"),
     ("eps", torch.tensor(1e-8), "eps=tensor.* is a Tensor: expected a number"),
+    ("eps", float("inf"), "eps=inf: expected a finite number"),
     ("betas", 0.9, r"betas=0\.9: expected two numbers"),
     ("betas", "09", "betas='09': expected two numbers"),
     ("betas", (0.9,), r"betas=\(0\.9,\): expected two numbers"),
@@ -140,6 +142,23 @@ def test_numbers_of_other_kinds_are_taken(options: dict[str, Any]) -> None:
         weight.sum().backward()
         optimizer.step()
         assert not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_betas_in_an_array_are_compared_by_value(is_replaced: bool) -> None:
+    """Replaced by others of the same value they have not changed; changed in place they have."""
+    weight = parameter()
+    with adamw([("a", weight)], betas=np.array([0.9, 0.95])) as optimizer:
+        weight.sum().backward()
+        optimizer.step()  # the first one, which applies nothing early
+        weight.sum().backward()
+        if is_replaced:
+            optimizer.param_groups[0]["betas"] = np.array([0.9, 0.95])
+            optimizer.step()
+            return
+        optimizer.param_groups[0]["betas"][0] = 0.8
+        with pytest.raises(offload.HyperparameterChangedError, match="betas changed from"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("params", [[], [nn.Parameter(torch.zeros(3), requires_grad=False)]])
