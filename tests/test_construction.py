@@ -383,6 +383,7 @@ def refuse(build: Callable[[], object], raised: list[PartError], *, has_views: b
 
 
 PARTS = [
+    ("Parts", 1),
     ("make_transport", 1),
     ("make_slab_maker", 1),
     ("make_backend", 1),
@@ -493,6 +494,15 @@ def test_a_thread_that_cannot_be_had_leaves_none_of_its_worker(
         if thread not in before:
             thread.join(TIMEOUT_S)
     assert our_threads() == []
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("call", ["__init__", "__enter__"])
+def test_an_interrupt_before_anything_can_be_undone_leaves_nothing(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = fail_at(monkeypatch, assembly.Undo, call)
+    refuse(lambda: adamw(make_decoder()), raised)
 
 
 @pytest.mark.gpu
