@@ -11,6 +11,8 @@ import sys
 import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,9 @@ import torch
 from torch import nn
 
 import offload
+from offload.schedule.backlog import Backlog
+from offload.schedule.engine import Engine
+from offload.schedule.host_stepper import HostStepper
 from offload.transfer.pinned import mapped_bytes
 from tests.training import (
     Recorder,
@@ -159,6 +164,60 @@ def test_betas_in_an_array_are_compared_by_value(is_replaced: bool) -> None:
         optimizer.param_groups[0]["betas"][0] = 0.8
         with pytest.raises(offload.HyperparameterChangedError, match="betas changed from"):
             optimizer.step()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Engine, "close"), (Engine, "_abandon"), (Backlog, "end")])
+def test_f44_close_that_was_interrupted_is_done_when_called_again(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = mapped_bytes(), threading.active_count()
+    weight = parameter()
+    optimizer = adamw([("a", weight)])
+    real, calls = getattr(owner, name), []
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    if owner is Engine and name == "close":
+        optimizer._finalizer.detach()  # which holds the real one
+        optimizer._finalizer = weakref.finalize(optimizer, optimizer._engine.close)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.close()
+    with pytest.raises(offload.ClosedError):
+        optimizer.step()
+    optimizer.close()
+    assert optimizer.closed
+    assert (mapped_bytes(), threading.active_count()) == before
+    weight.sum().backward()
+    assert weight.grad is not None  # no hook takes it
+
+
+def test_f43_two_threads_close_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    close, calls = HostStepper.close, []
+    reached, go_on = threading.Event(), threading.Event()
+
+    def slow(stepper: HostStepper) -> None:
+        calls.append(stepper)
+        reached.set()
+        assert go_on.wait(60.0)
+        close(stepper)
+
+    monkeypatch.setattr(HostStepper, "close", slow)
+    optimizer = adamw([("a", parameter())])
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(optimizer.close)
+        assert reached.wait(60.0)
+        second = pool.submit(optimizer.close)
+        with pytest.raises(FutureTimeout):  # it returns when all is closed
+            second.result(0.2)
+        go_on.set()
+        first.result(60.0)
+        second.result(60.0)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("params", [[], [nn.Parameter(torch.zeros(3), requires_grad=False)]])
