@@ -95,14 +95,15 @@ def assemble(
     )
     logger.info("%s", made)
     policy, clock = _make_policy(made, options), StageClock(construction)
-    worker = Worker(
-        "offload-worker",
-        depth=options.backlog_tiles,
-        timeout_s=options.config.timeout_s,
-        run_ahead=RUN_AHEAD,
-    )
     with Undo() as undo:
-        undo.add(worker)
+        worker = undo.add(
+            Worker(
+                "offload-worker",
+                depth=options.backlog_tiles,
+                timeout_s=options.config.timeout_s,
+                run_ahead=RUN_AHEAD,
+            )
+        )
         parts = Parts(made, device, rule, records, options, worker, clock, undo, masters.keys())
         engine = undo.hand_over(_make_engine(parts, policy))
         engine.add(records, masters)

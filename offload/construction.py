@@ -84,7 +84,11 @@ class Construction:
             self._under_way, self._seconds, self._other_s = {}, {}, 0.0
         self._ended.clear()
         self._watch = threading.Thread(target=self._say_all, name="offload-construction", daemon=True)
-        self._watch.start()
+        try:
+            self._watch.start()
+        except BaseException:  # interrupted, it runs
+            self._ended.set()
+            raise
         return self
 
     def __exit__(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 ``options.overlap_forward``; None: nobody looks.
         """
         self._model_watch: ModelWatch | None = None
+        self._closing = threading.RLock()  # one thread at a time; another finds it done
         try:
             with torch.inference_mode(False), Construction() as self._construction:
                 # Not in inference mode: state that is made inside could never be written outside.
@@ -360,14 +362,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # Life -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove hooks, end the worker, release memory; the weights stay as they are. Closing twice is fine."""
+        """Remove hooks, end the worker, release memory; the weights stay as they are. Closing twice is fine.
+
+        Interrupted (Ctrl-C while a step that is under way ends) it is done when called again, or with the optimizer's end.
+        """
         self._engine = None
         if self._model_watch is not None:
             self._model_watch.close()
         if self._gates is not None:
             self._gates.remove()
-        if hasattr(self, "_finalizer"):
-            self._finalizer()
+        with self._closing:
+            if hasattr(self, "_finalizer") and (alive := self._finalizer.peek()):
+                close_engine = alive[1]  # not through the finalizer, which then would never do it again
+                close_engine()
+                self._finalizer.detach()
         self.state.clear()
 
     @property

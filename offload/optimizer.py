@@ -255,8 +255,8 @@ def _check_adamw(group: Mapping[str, Any]) -> None:
     if not all(0.0 <= float(beta) < 1.0 for beta in pair):
         raise ConfigError(f"betas={betas!r}: expected two numbers in [0, 1)")
     _require_number("eps", group["eps"])
-    if not group["eps"] >= 0.0:
-        raise ConfigError(f"eps={group['eps']!r}: expected 0 or more")
+    if not 0.0 <= group["eps"] < math.inf:
+        raise ConfigError(f"eps={group['eps']!r}: expected a finite number, 0 or more")
     _check_flags(group)
 
 
@@ -266,9 +266,10 @@ def _require_number(name: str, value: Any) -> None:
 
 
 def _is_number(value: Any, *, or_tensor: bool = False) -> bool:
-    """Also NumPy's; no bool, and no text, which ``float()`` would take."""
+    """Also NumPy's; no bool, no text, which ``float()`` would take, and no meta tensor, which has no value."""
     if isinstance(value, torch.Tensor):
-        return or_tensor and value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+        is_real = not value.is_complex() and value.dtype != torch.bool
+        return or_tensor and value.numel() == 1 and is_real and not value.is_meta
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

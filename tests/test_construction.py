@@ -383,6 +383,7 @@ def refuse(build: Callable[[], object], raised: list[PartError], *, has_views: b
 
 
 PARTS = [
+    ("Parts", 1),
     ("make_transport", 1),
     ("make_slab_maker", 1),
     ("make_backend", 1),
@@ -492,6 +493,52 @@ def test_a_thread_that_cannot_be_had_leaves_none_of_its_worker(
     for thread in threading.enumerate():
         if thread not in before:
             thread.join(TIMEOUT_S)
+    assert our_threads() == []
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize("call", ["__init__", "__enter__"])
+def test_an_interrupt_before_anything_can_be_undone_leaves_nothing(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = fail_at(monkeypatch, assembly.Undo, call)
+    refuse(lambda: adamw(make_decoder()), raised)
+
+
+def end_helpers(number: int) -> None:
+    with helpers.Helpers("offload-alone", 2) as threads:
+        for _ in range(number):
+            threads.submit(lambda: None)
+
+
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize(
+    ("build", "number"),
+    [
+        (lambda _: Worker("offload-alone", depth=1, timeout_s=TIMEOUT_S), 1),
+        (lambda _: Worker("offload-alone", depth=1, timeout_s=TIMEOUT_S), 2),
+        (end_helpers, 1),
+        (end_helpers, 2),
+        (lambda _: Construction().__enter__(), 1),
+    ],
+)
+def test_an_interrupt_while_a_thread_starts_leaves_none_of_them(
+    build: Callable[[int], object], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starting one waits until it runs, and there Ctrl-C comes through: it runs, and `start` has raised."""
+    start, begun = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        begun.append(thread)
+        if len(begun) == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(number)
+    for thread in begun:
+        thread.join(WAIT_S)
     assert our_threads() == []
 
 

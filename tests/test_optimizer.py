@@ -11,6 +11,8 @@ import sys
 import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,9 @@ import torch
 from torch import nn
 
 import offload
+from offload.schedule.backlog import Backlog
+from offload.schedule.engine import Engine
+from offload.schedule.host_stepper import HostStepper
 from offload.transfer.pinned import mapped_bytes
 from tests.training import (
     Recorder,
@@ -98,10 +103,12 @@ NO_NUMBERS = [
     ("lr", True, "lr=True is a bool"),
     ("lr", [1e-3], r"lr=\[0\.001\] is a list"),
     ("lr", torch.tensor(True), r"lr=tensor\(True\) is a Tensor"),
+    ("lr", torch.tensor(1e-3, device="meta"), "lr=tensor.*meta.* is a Tensor"),
     ("weight_decay", "0.1", r"weight_decay='0\.1' is a str: expected a number; .*float\('0\.1'\)"),
     ("weight_decay", None, "weight_decay=None is a NoneType"),
     ("eps", "1e-8", r"eps='1e-8' is a str: .*float\('1e-8'\)"),
     ("eps", torch.tensor(1e-8), "eps=tensor.* is a Tensor: expected a number"),
+    ("eps", float("inf"), "eps=inf: expected a finite number"),
     ("betas", 0.9, r"betas=0\.9: expected two numbers"),
     ("betas", "09", "betas='09': expected two numbers"),
     ("betas", (0.9,), r"betas=\(0\.9,\): expected two numbers"),
@@ -140,6 +147,77 @@ def test_numbers_of_other_kinds_are_taken(options: dict[str, Any]) -> None:
         weight.sum().backward()
         optimizer.step()
         assert not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_betas_in_an_array_are_compared_by_value(is_replaced: bool) -> None:
+    """Replaced by others of the same value they have not changed; changed in place they have."""
+    weight = parameter()
+    with adamw([("a", weight)], betas=np.array([0.9, 0.95])) as optimizer:
+        weight.sum().backward()
+        optimizer.step()  # the first one, which applies nothing early
+        weight.sum().backward()
+        if is_replaced:
+            optimizer.param_groups[0]["betas"] = np.array([0.9, 0.95])
+            optimizer.step()
+            return
+        optimizer.param_groups[0]["betas"][0] = 0.8
+        with pytest.raises(offload.HyperparameterChangedError, match="betas changed from"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Engine, "close"), (Engine, "_abandon"), (Backlog, "end")])
+def test_f44_close_that_was_interrupted_is_done_when_called_again(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = mapped_bytes(), threading.active_count()
+    weight = parameter()
+    optimizer = adamw([("a", weight)])
+    real, calls = getattr(owner, name), []
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    if owner is Engine and name == "close":
+        optimizer._finalizer.detach()  # which holds the real one
+        optimizer._finalizer = weakref.finalize(optimizer, optimizer._engine.close)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.close()
+    with pytest.raises(offload.ClosedError):
+        optimizer.step()
+    optimizer.close()
+    assert optimizer.closed
+    assert (mapped_bytes(), threading.active_count()) == before
+    weight.sum().backward()
+    assert weight.grad is not None  # no hook takes it
+
+
+def test_f43_two_threads_close_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    close, calls = HostStepper.close, []
+    reached, go_on = threading.Event(), threading.Event()
+
+    def slow(stepper: HostStepper) -> None:
+        calls.append(stepper)
+        reached.set()
+        assert go_on.wait(60.0)
+        close(stepper)
+
+    monkeypatch.setattr(HostStepper, "close", slow)
+    optimizer = adamw([("a", parameter())])
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(optimizer.close)
+        assert reached.wait(60.0)
+        second = pool.submit(optimizer.close)
+        with pytest.raises(FutureTimeout):  # it returns when all is closed
+            second.result(0.2)
+        go_on.set()
+        first.result(60.0)
+        second.result(60.0)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("params", [[], [nn.Parameter(torch.zeros(3), requires_grad=False)]])

@@ -51,7 +51,7 @@ def hyper_row(group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[f
         1 - beta1,
         1 - beta2,
         beta2,
-        1 - lr * group["weight_decay"],
+        1 - lr * float(group["weight_decay"]),  # a NumPy scalar would multiply in its own precision
         -lr / (1 - beta1**step),
         math.sqrt(1 - beta2**step),
         group["eps"],

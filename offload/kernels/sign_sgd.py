@@ -38,7 +38,8 @@ def hyper_row(group: Mapping[str, Any], step: int, coef: float = 1.0) -> tuple[f
     ``group`` has lr (a float or a one-element tensor), weight_decay, maximize; ``step`` is not used.
     """
     lr = float(group["lr"])
-    return (1 - lr * group["weight_decay"], -lr, -coef if group.get("maximize") else coef)
+    weight_decay = float(group["weight_decay"])  # a NumPy scalar would multiply in its own precision
+    return (1 - lr * weight_decay, -lr, -coef if group.get("maximize") else coef)
 
 
 @inner

@@ -79,7 +79,7 @@ def _values(records: Mapping[int, ParamRecord]) -> dict[int, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """By value: tensors and lists may be changed in place."""
-    if isinstance(value, torch.Tensor):
+    """By value: tensors, arrays and lists may be changed in place."""
+    if isinstance(value, torch.Tensor | np.ndarray):
         return value.tolist()
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value

@@ -116,7 +116,7 @@ class Worker:
         #: Deadline of every wait for the worker, in seconds.
         self.timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._outcome = _Outcome(self._inbox.lift)
-        self._closed = False
+        self._closed = self._is_told = False
         self._pid = os.getpid()
         computing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         targets = {"worker": _compute_all, "copier": _copy_all}
@@ -133,7 +133,10 @@ class Worker:
             try:
                 thread.start()
             except BaseException:
-                computing.put(_END)  # for the one that runs: it has no work yet
+                computing.put(
+                    _END
+                )  # for those that run, also one that was interrupted: they have no work yet
+                self._inbox.end(_END, CLOSE_TIMEOUT_S)
                 raise
 
     @property
@@ -234,12 +237,13 @@ class Worker:
 
     def close(self) -> None:
         """End the threads after what is queued; who waits for room in the queue is refused. Safe to call twice."""
-        if self._closed or os.getpid() != self._pid:
+        if self._is_told or os.getpid() != self._pid:
             return
         self._closed = True
         timeout_s = FAILED_CLOSE_TIMEOUT_S if self.failed else CLOSE_TIMEOUT_S
         end = time.monotonic() + timeout_s  # of all together: the copier cannot end before the worker
         is_told = self._inbox.end(_END, timeout_s)
+        self._is_told = True  # only now: interrupted before, it is done when called again
         if threading.current_thread() in self._threads:  # a finalizer there: each of them waits for the other
             return
         for thread in self._threads:

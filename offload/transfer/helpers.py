@@ -41,8 +41,8 @@ class Helpers:
             thread = threading.Thread(
                 target=_run_all, args=(self._tasks, self._bind), name=self._name, daemon=True
             )
+            self._threads.append(thread)  # before it starts: interrupted there it runs, and has to be ended
             thread.start()
-            self._threads.append(thread)
         self._tasks.put((future, function))
         return future
 
@@ -69,7 +69,8 @@ class Helpers:
             self._tasks.put(None)
         end = time.monotonic() + END_S
         for thread in self._threads:
-            thread.join(max(end - time.monotonic(), 0.0))
+            if thread.is_alive():  # one that could not be started is in the list too
+                thread.join(max(end - time.monotonic(), 0.0))
 
 
 def _run_all(tasks: queue.SimpleQueue[Task | None], bind: Callable[[], object] | None) -> None:

@@ -13,7 +13,7 @@ import torch
 from offload.errors import KernelError
 from offload.kernels.backend import TileArrays, Variant
 from offload.kernels.blocks import BLOCK, make_blocks
-from offload.kernels.rule import AdamWRule, SignSGDRule
+from offload.kernels.rule import ADAMW_RULES, AdamWRule, KernelRule, SignSGDRule
 from tests import oracles
 from tests.kernels import workload
 from tests.kernels.conftest import FP32, FP32_MASTER, FULL, PLAIN
@@ -220,3 +220,15 @@ def test_what_was_not_compiled_raises(start_backend: Any) -> None:
         pytest.skip("nothing is compiled with the JIT off")
     with pytest.raises(KernelError, match=r"adamw\.update_tile was not compiled"):
         start_backend().update(tile, rows, np.ones(1, np.uint8))
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("rule", [*ADAMW_RULES.values(), SignSGDRule])
+def test_numpy_hyperparameters_mean_their_value(rule: KernelRule, kind: Any) -> None:
+    """Two of them are multiplied in their own precision: a float16's is a thousandth."""
+    numbers = {"lr": 0.1, "weight_decay": 0.3, "eps": 1e-3}
+    of_numpy = {name: kind(number) for name, number in numbers.items()}
+    exact = {name: float(number) for name, number in of_numpy.items()}
+    betas = kind(0.9), kind(0.95)
+    row = rule.row({**of_numpy, "betas": betas}, 3)
+    assert [float(number) for number in row] == [*rule.row({**exact, "betas": [*map(float, betas)]}, 3)]
