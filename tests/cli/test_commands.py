@@ -92,7 +92,7 @@ def test_plan_of_reduced_moments_is_a_wavefronts() -> None:
     assert row["host_bytes"] < whole["wavefront"]["host_bytes"]
     same = ("step_s", "update_s", "device_bytes", "share_of_resident")
     assert {name: row[name] for name in same} == {name: whole["wavefront"][name] for name in same}
-    assert "alone fits" in made["reason"]
+    assert "no other mode keeps moments so" in made["reason"]
     assert any("--moments int8" in note for note in made["notes"])
     assert "int8" in call("plan", *asked, "--moments", "int8")
 
