@@ -358,8 +358,21 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int 
     return raised
 
 
+OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def note_what_other_tests_left() -> None:
+    """Those of other files leave lanes, for one, which are no matter of construction."""
+    gc.collect()
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
+
 def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("offload-")]
+    """Names of the library's threads that this test has started and that still run."""
+    alive = set(threading.enumerate()) - OTHERS
+    return [thread.name for thread in alive if thread.name.startswith("offload-")]
 
 
 def refuse(build: Callable[[], object], raised: list[PartError], *, has_views: bool = False) -> None:
