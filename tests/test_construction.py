@@ -358,6 +358,18 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int 
     return raised
 
 
+@pytest.mark.parametrize(("numel", "is_rated"), [(10_000_000, True), (9_999_999, False), (0, False)])
+def test_only_of_large_models_seconds_per_billion_are_told(
+    caplog: pytest.LogCaptureFixture, numel: int, is_rated: bool
+) -> None:
+    caplog.set_level(logging.INFO, "offload")
+    with Construction() as built:
+        pass
+    built.log(numel)
+    [line] = [message for message in caplog.messages if message.startswith("built in")]
+    assert ("per billion" in line) is is_rated
+
+
 OTHERS: set[threading.Thread] = set()
 
 

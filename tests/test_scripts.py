@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _models import build_model
-from _optimizers import parse_assignments
+from _optimizers import make_optimizer, parse_assignments
 from _ranks import World
 from _shapes import SHAPES
 from _text import load_text, sample_batch
@@ -56,6 +56,20 @@ def test_training_reports_what_it_cost(trained: dict[str, dict[str, Any]]) -> No
 def test_wavefront_trains_as_torch_does(trained: dict[str, dict[str, Any]]) -> None:
     """Torch's scalar tails may differ by an ulp, nothing else."""
     assert trained["wavefront"]["losses"] == pytest.approx(trained["resident"]["losses"], rel=1e-5)
+
+
+def test_a_model_alone_has_no_gradient_left_at_any_time() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    alone = make_optimizer("model-alone", model)
+    seen: list[bool] = []
+    for parameter in model.parameters():  # after the hooks that drop them
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is None))
+    model(torch.ones(1, 4)).sum().backward()
+    alone.step()
+    assert seen == [True] * 4
+    alone.close()
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_bench_step_compares_modes(tmp_path: Path) -> None:

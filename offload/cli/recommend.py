@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from offload.cli.hybrid import hybrid_estimate
 from offload.cli.units import as_gib
@@ -21,7 +22,7 @@ from offload.schedule.mode_costs import (
     needs_of,
 )
 from offload.schedule.plan import HIDDEN_SHARE
-from offload.schedule.step_estimate import Arrival, Passes, StepEstimate, estimate_step
+from offload.schedule.step_estimate import Passes, StepEstimate, estimate_step
 
 __all__ = ["ModeRow", "Recommendation", "mode_rows", "recommend"]
 
@@ -78,55 +79,37 @@ def mode_rows(
         rates: without them no times are given.
         passes: forward and backward; without them the update's time alone is given.
     """
-    if config.moments != "fp32":
-        return _with_reduced_moments(run, config, budgets, rates, passes)
-    workload, machine = workload_of(run, config), _machine(run, config, budgets)
-    arrivals = arrivals_of(run)
-    rows = [_mode_row(mode, run, workload, machine, arrivals, budgets, rates, passes) for mode in PLACEMENTS]
-    hybrid = hybrid_estimate(run, config, machine, rates, passes)
-    row = _row("hybrid", Placement.HOST, hybrid.needs, run, workload, budgets)
+    row_of = partial(_mode_row, run=run, budgets=budgets, rates=rates, passes=passes)
+    if (
+        config.moments != "fp32"
+    ):  # only a wavefront keeps them so; the resident step is the one with whole ones
+        base = row_of("resident", config=replace(config, moments="fp32")).step_s
+        return [_beside(base, row_of("wavefront", config=config))]
+    rows = [row_of(mode, config=config) for mode in PLACEMENTS]
+    hybrid = hybrid_estimate(run, config, _machine(run, config, budgets), rates, passes)
+    row = _row("hybrid", Placement.HOST, hybrid.needs, run, workload_of(run, config), budgets)
     row = replace(row, update_s=hybrid.update_s, words=hybrid.words)
     rows.append(row if hybrid.step is None else _timed(row, hybrid.step))
-    base = rows[0].step_s
-    return [replace(row, share_of_resident=base and row.step_s and base / row.step_s) for row in rows]
+    return [_beside(rows[0].step_s, row) for row in rows]
 
 
-def _with_reduced_moments(
+def _beside(base: float | None, row: ModeRow) -> ModeRow:
+    """With its share of the resident step's speed; `base`: seconds of that step."""
+    return replace(row, share_of_resident=base and row.step_s and base / row.step_s)
+
+
+def _mode_row(
+    mode: str,
+    *,
     run: Run,
     config: OffloadConfig,
     budgets: Mapping[str, int | None],
     rates: Rates | None,
     passes: Passes | None,
-) -> list[ModeRow]:
-    """The wavefront, beside a resident step with FP32 moments."""
-    whole = mode_rows(
-        run, config=replace(config, moments="fp32"), budgets=budgets, rates=rates, passes=passes
-    )
-    base = whole[0].step_s
-    row = _mode_row(
-        "wavefront",
-        run,
-        workload_of(run, config),
-        _machine(run, config, budgets),
-        arrivals_of(run),
-        budgets,
-        rates,
-        passes,
-    )
-    return [replace(row, share_of_resident=base and row.step_s and base / row.step_s)]
-
-
-def _mode_row(
-    mode: str,
-    run: Run,
-    workload: Workload,
-    machine: Machine,
-    arrivals: Sequence[Arrival],
-    budgets: Mapping[str, int | None],
-    rates: Rates | None,
-    passes: Passes | None,
 ) -> ModeRow:
-    row = _row(mode, PLACEMENTS[mode], needs_of(mode, workload, machine), run, workload, budgets)
+    workload = workload_of(run, config)
+    needs = needs_of(mode, workload, _machine(run, config, budgets))
+    row = _row(mode, PLACEMENTS[mode], needs, run, workload, budgets)
     if rates is None:
         return row
     if passes is None:
@@ -136,7 +119,7 @@ def _mode_row(
         workload,
         rates,
         passes,
-        arrivals,
+        arrivals_of(run),
         overlaps_forward=run.overlap_forward and mode == "wavefront",
         last_forward=last_forward_of(run),
     )

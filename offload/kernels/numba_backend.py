@@ -80,14 +80,13 @@ class NumbaBackend:
         for variant in self.variants:
             self.prepare(variant)
         for kernel, arrays in self._first_calls():
-            self._prepare_elementwise(kernel, arrays)
+            self._ensure(kernel, arrays)
         logger.info("numba backend: %s team of %d threads, %s", team.name, team.num_threads, self.variants)
 
     def prepare(self, variant: Variant) -> None:
         """See `Backend.prepare`; what is compiled already costs a look into a dict."""
         for kernel, arguments in self._hot_calls(variant):
-            if not kernel.is_compiled(arguments):
-                self._compile(kernel, arguments)
+            self._ensure(kernel, arguments)
 
     def update(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> None:
         self.team.run(self.rule.kernel, len(tile.blocks), self._update_arguments(tile, rows, select))
@@ -141,16 +140,13 @@ class NumbaBackend:
 
         Some are only needed at construction: compiled when first used.
         """
-        self._prepare_elementwise(kernel, arrays)
+        self._ensure(kernel, arrays)
         self.team.run(kernel, _num_blocks(arrays[-1].size if numel is None else numel), arrays)
 
-    def _prepare_elementwise(self, kernel: Kernel, arrays: tuple[Any, ...]) -> None:
-        if not kernel.is_compiled(arrays):
-            self._compile(kernel, arrays)
-
-    def _compile(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
-        with self._stage(COMPILE):
-            kernel.compile(arguments, cache=self._cache)
+    def _ensure(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
+        if not kernel.is_compiled(arguments):
+            with self._stage(COMPILE):
+                kernel.compile(arguments, cache=self._cache)
 
     def _update_arguments(self, tile: TileArrays, rows: np.ndarray, select: np.ndarray) -> tuple[Any, ...]:
         state = (tile.master, *tile.moments)

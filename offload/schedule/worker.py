@@ -133,9 +133,8 @@ class Worker:
             try:
                 thread.start()
             except BaseException:
-                computing.put(
-                    _END
-                )  # for those that run, also one that was interrupted: they have no work yet
+                # For those that run, also one that was interrupted: they have no work yet.
+                computing.put(_END)
                 self._inbox.end(_END, CLOSE_TIMEOUT_S)
                 raise
 

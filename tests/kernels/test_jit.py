@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -202,26 +201,30 @@ def test_an_executor_that_fails_leaves_no_item_for_later() -> None:
 @compiled
 def test_an_interrupted_call_returns_when_its_workers_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C arrives when the caller's own share is done; whoever catches it may touch the arrays."""
-    target, out, begun, done = np.zeros(8, np.uint16), np.zeros(500), threading.Event(), []
-    work = team_module._work
+    target, out, done = np.zeros(8, np.uint16), np.zeros(500), []
+    begun, waited_for = threading.Event(), threading.Event()
+    work, wait = team_module._work, team_module.wait
 
     def interrupted(call: Any, worker: int) -> None:
         if worker == 0:
             assert begun.wait(DEADLINE_S)
             raise KeyboardInterrupt
         begun.set()
-        time.sleep(0.2)  # an item that takes long
+        assert waited_for.wait(DEADLINE_S)  # an item that takes until the caller waits
         work(call, worker)
         done.append(worker)
 
     use_buffers.compile((target, out))
     monkeypatch.setattr(team_module, "_work", interrupted)
+    monkeypatch.setattr(team_module, "wait", lambda futures: (waited_for.set(), wait(futures)))
     team = ExecutorTeam(2)
     team.start()
     with pytest.raises(KeyboardInterrupt):
         team.run(use_buffers, out.size, (target, out))
-    assert done == [1]
+    seen = list(done)
+    waited_for.set()
     team.close()
+    assert seen == [1]
 
 
 @compiled
@@ -288,19 +291,38 @@ def test_caches_of_the_program_are_left_where_they_were(
     assert list(tmp_path.rglob("*.nbc"))
 
 
-def test_two_threads_that_name_a_folder_leave_the_programs(tmp_path: Path) -> None:
+class _NotingLock:
+    """A lock that tells when a second thread wants it."""
+
+    def __init__(self, wanted: threading.Event) -> None:
+        self._lock, self._wanted, self._num_asked = threading.Lock(), wanted, 0
+
+    def __enter__(self) -> None:
+        self._num_asked += 1
+        if self._num_asked == 2:
+            self._wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def test_two_threads_that_name_a_folder_leave_the_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second to enter saw the first one's folder as the program's, and left it behind."""
-    before, inside, left = numba.config.CACHE_DIR, threading.Event(), threading.Event()
+    before, come, left = numba.config.CACHE_DIR, threading.Event(), threading.Event()
+    monkeypatch.setattr(jit, "_cache_lock", _NotingLock(come))
 
     def enter_second() -> None:
         with caching_in(tmp_path / "second"):
-            inside.set()
+            come.set()
             left.wait(DEADLINE_S)
 
     thread = threading.Thread(target=enter_second)
     with caching_in(tmp_path / "first"):
         thread.start()
-        assert not inside.wait(0.2)
+        assert come.wait(DEADLINE_S)  # to the lock, or inside where there is none
     left.set()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()

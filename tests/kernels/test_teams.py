@@ -159,9 +159,22 @@ def test_kernels_are_cached_in_a_folder_of_their_sources(tmp_path: Path) -> None
     cold = run_python(*PROBE, str(tmp_path))
     (folder,) = tmp_path.iterdir()
     compiled = {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.nbc")}
-    assert compiled
+    for name in ("update_tile", "square_sums_of_tile", "launch"):
+        assert any(name in file for file in compiled), name
     assert run_python(*PROBE, str(tmp_path)) == cold
     assert {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.nbc")} == compiled
+
+
+@pytest.mark.skipif(jit_disabled(), reason="NUMBA_DISABLE_JIT: nothing is cached")
+def test_what_is_compiled_when_first_used_is_cached_too(tmp_path: Path) -> None:
+    program = (
+        "import sys, numpy as np; from offload.kernels.numba_backend import NumbaBackend; "
+        "from offload.kernels.rule import AdamWRule; "
+        "backend = NumbaBackend(AdamWRule, num_threads=1, variants=(), cache_dir=sys.argv[1]); "
+        "backend.start(); backend.fill_zero(np.zeros(8)); backend.close()"
+    )
+    run_python("-c", program, str(tmp_path))
+    assert any("fill_zero" in path.name for path in tmp_path.rglob("*.nbc"))
 
 
 def test_a_folder_that_cannot_be_written_is_logged_and_not_used(
