@@ -5,6 +5,7 @@ The embedding of this model is tied to the head: one parameter of 17 tiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from offload.schedule.conveyor import Conveyor
 from offload.schedule.hybrid_stepper import HybridStepper
 from offload.schedule.mode_costs import Placement
 from offload.transfer.cuda import CudaTransport
+from tests.device_gate import DeviceGate
 from tests.training import (
     Recorder,
     Reference,
@@ -139,7 +141,14 @@ def test_a_side_whose_copies_are_late_changes_no_bit(
 
 
 def delay_copies(monkeypatch: pytest.MonkeyPatch, side: str, lane: str) -> None:
-    """Each copy of one direction waits on the device, of the transport of one side: that of the host is made first."""
+    """Each copy of one direction waits on the device."""
+    on_copies(monkeypatch, side, lane, lambda stream: torch.cuda._sleep(CYCLES // 16))
+
+
+def on_copies(
+    monkeypatch: pytest.MonkeyPatch, side: str, lane: str, act: Callable[[torch.cuda.Stream], object]
+) -> None:
+    """Before each copy of one direction, of the transport of one side: that of the host is made first."""
     made: list[CudaTransport] = []
     make, enqueue = assembly.make_transport, CudaTransport._enqueue
 
@@ -152,7 +161,7 @@ def delay_copies(monkeypatch: pytest.MonkeyPatch, side: str, lane: str) -> None:
         mine = made[("host", "stream").index(side)] if len(made) == 2 else None
         if self is mine and stream is getattr(self, lane) and copies:
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(CYCLES // 16)
+                act(stream)
         return enqueue(self, stream, copies, after)
 
     monkeypatch.setattr(assembly, "make_transport", noted)
@@ -203,7 +212,8 @@ def test_an_overlapped_step_gives_the_losses_of_a_plain_one(
 @pytest.mark.parametrize("side", ["host", "stream"])
 @pytest.mark.parametrize("whole", [True, False])
 def test_its_mark_is_one_of_both_sides(monkeypatch: pytest.MonkeyPatch, side: str, whole: bool) -> None:
-    """A mark of the side that is not late comes all the same, and whoever reads then sees old weights."""
+    """One side is held at a gate. With a mark of the other side alone, whoever reads then sees old weights."""
+    gate, held = DeviceGate(), {"now": False}
 
     def weight_after(*, overlap: bool) -> torch.Tensor:
         model = make_model()
@@ -213,18 +223,40 @@ def test_its_mark_is_one_of_both_sides(monkeypatch: pytest.MonkeyPatch, side: st
             train(model, optimizer, batches(3, device="cuda"))
             optimizer.synchronize()
             torch.cuda.synchronize()
+            held["now"] = overlap
             [chunk] = optimizer.plan.divisions
             model.embedding.weight.sum().backward()  # nothing else is updated
             optimizer.step()
             if overlap:
                 optimizer._engine.flight.wait([chunk], on_host=False)
             weight = model.embedding.weight.detach().clone()
-            torch.cuda.synchronize()
+            read = torch.cuda.current_stream().record_event()
+            if overlap and not whole:
+                read.synchronize()  # it waits for nothing that is held
+            held["now"] = False
+            gate.open()
             return weight.cpu()
 
     expected = weight_after(overlap=False)
-    delay(monkeypatch, side)
+    gate = DeviceGate()
+    _hold(monkeypatch, side, gate, held)
     if not whole:
         left = Placement.STREAM if side == "host" else Placement.HOST
         monkeypatch.setattr(HybridStepper, "_sides", lambda self, chunk: (left,))
     assert torch.equal(weight_after(overlap=True), expected) is whole
+
+
+def _hold(monkeypatch: pytest.MonkeyPatch, side: str, gate: DeviceGate, held: Mapping[str, bool]) -> None:
+    """While `held` says so: weights that one side writes wait at the gate."""
+    if side == "host":
+        on_copies(monkeypatch, "host", "_to_device", lambda stream: held["now"] and gate.hold(stream))
+        return
+    work = Conveyor._work
+
+    def behind(self: Conveyor, trip: Any, inside: Any) -> None:
+        if held["now"]:
+            with self._on_stream():
+                gate.hold(torch.cuda.current_stream())
+        work(self, trip, inside)
+
+    monkeypatch.setattr(Conveyor, "_work", behind)
