@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -48,10 +47,6 @@ from offload.undo import Undo
 __all__ = ["DIVIDED_NUMEL", "HYBRID_CHUNK_NUMEL", "assemble", "make_transport"]
 
 logger = logging.getLogger(__name__)
-
-HYBRID_THREADS = 0.85
-"""Of the thread budget that a hybrid's host kernels use: copies take a part of the memory's bandwidth, and threads that
-issue them compete with the kernels' (11 to 13 of 16 cores were the fastest)."""
 
 TRIPS_AHEAD = 2
 """Trips of streamed state that may be under way, for each device buffer. The driver's queues hold about a thousand calls,
@@ -174,7 +169,11 @@ def _make_stepper(parts: Parts) -> Stepper:
     mode = parts.made.mode
     if mode == "resident" and parts.on_gpu:
         return _make_device_stepper(parts, make_updater(parts))
-    budget = _host_threads(parts)
+    budget = configure_cpu_optimizer_threads(
+        num_threads=parts.config.threads,
+        numa_bind=parts.config.numa_bind,
+        device=parts.device if parts.on_gpu else None,
+    )
     parts.worker.call(lambda: _bind(budget))
     if mode in STREAM_MODES:
         return _make_stream_stepper(parts, budget)
@@ -194,17 +193,6 @@ def _make_stepper(parts: Parts) -> Stepper:
             room=_make_room(parts),
         )
     return host
-
-
-def _host_threads(parts: Parts) -> Budget:
-    budget = configure_cpu_optimizer_threads(
-        num_threads=parts.config.threads,
-        numa_bind=parts.config.numa_bind,
-        device=parts.device if parts.on_gpu else None,
-    )
-    if parts.made.mode == "hybrid" and parts.config.threads is None:
-        return replace(budget, num_threads=max(round(HYBRID_THREADS * budget.num_threads), 1))
-    return budget
 
 
 def _bind(budget: Budget) -> None:
