@@ -157,6 +157,7 @@ def _make_engine(parts: Parts, policy: Policy) -> Engine:
         tile_numel=config.tile_numel,
         chunk_by=config.chunk_by,
         chunk_numel=parts.made.chunk_numel,
+        overlaps=overlaps,
         departing=stepper if overlaps and isinstance(stepper, HybridStepper) else None,
         reduced=stepper if is_reduced and isinstance(stepper, HostStepper | HybridStepper) else None,
     )

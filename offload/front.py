@@ -135,6 +135,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             flight=lambda: engine.flight,
             land=engine.land,
             switch_off=engine.stop_departing,
+            alone=lambda: engine.alone,
         )
         self._gates.attach(engine.chunks, engine.records)
 
@@ -225,7 +226,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def last_step(self) -> StepReport | None:
-        """What the last step did; None before the first."""
+        """What the last step did; None before the first.
+
+        Among ranks, with ``overlap_forward`` and neither clipping nor a check for non-finite gradients, of the step before
+        from the second step on: ranks agree on a norm in the ``step()`` after. Its ``step`` tells which.
+        """
         return self._open_engine().report
 
     @property

@@ -88,7 +88,8 @@ class Engine:
     Args:
         tile_numel, chunk_by: as in `OffloadConfig`, for the layout.
         chunk_numel: see `build_chunks`.
-        departing: the stepper again, where steps may end after ``step()``.
+        overlaps: whether steps may end after ``step()``, on this rank or on another.
+        departing: the stepper again, where they may on this one.
         reduced: the stepper again, where moments are kept in less than FP32.
     """
 
@@ -103,6 +104,7 @@ class Engine:
         tile_numel: int,
         chunk_by: Any = None,
         chunk_numel: int | None = None,
+        overlaps: bool = False,
         departing: Departing | None = None,
         reduced: Reduced | None = None,
     ) -> None:
@@ -113,7 +115,7 @@ class Engine:
         self.views = StateViews(stepper, reduced)
         self._writes = ForeignWrites(stepper, self.records)
         self._stepper, self._worker, self._clock = stepper, worker, clock
-        self._ranks = ranks
+        self._ranks, self._overlaps = ranks, overlaps
         self._lay_out = functools.partial(
             build_chunks, tile_numel=tile_numel, chunk_by=chunk_by, chunk_numel=chunk_numel
         )
@@ -292,9 +294,19 @@ class Engine:
         return self._early.take_moved()
 
     @property
+    def _agrees_later(self) -> bool:
+        """Whether ranks agree on a step's norm in the ``step()`` after, since it is not known yet in its own.
+
+        By what is the same on all ranks. The first step's is agreed in its own, so that there always is a report.
+        """
+        is_open = self._overlaps and not self.policy.needs_norm_first
+        return is_open and not self._ranks.alone and self._landing.report is not None
+
+    @property
     def _departs(self) -> bool:
-        """Whether ``step()`` returns before all is done. Not among ranks: these agree when it is."""
-        return self._landing.departs and self._ranks.alone
+        """Whether ``step()`` returns before all is done."""
+        is_agreed = self._ranks.alone or self.policy.needs_norm_first
+        return self._landing.departs and (is_agreed or self._agrees_later)
 
     def _conclude(self, verdict: Verdict | None, start: float) -> None:
         """Close the books of a step; what was submitted may still be running where steps depart."""
@@ -308,9 +320,13 @@ class Engine:
             rolled_back=self._early.rolled_back,
             span=self._clock.span,
         )
-        if self._departs and not skipped:
+        departs, agrees_later = self._departs and not skipped, self._agrees_later
+        if agrees_later:
+            with self._guard.refusable():
+                self._landing.agree(touched=self._ledger.touched)
+        if departs:
             self._landing.depart(flight)
-        elif verdict is None:
+        elif verdict is None and not agrees_later:
             with self._guard.refusable():
                 flight.verdict = self._landing.judge(flight)
         self._arrivals.end_step()
@@ -338,9 +354,15 @@ class Engine:
 
     @property
     def report(self) -> StepReport | None:
-        """Of the last step, which is completed for it."""
-        self.land()
+        """Of the last step, which is completed for it; where ranks agree later, of the last that they agreed on."""
+        if not self._agrees_later:
+            self.land()
         return self._landing.report
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no other ranks that ``step()`` has to agree with."""
+        return self._ranks.alone
 
     def stop_departing(self) -> None:
         """From now on ``step()`` waits for everything."""

@@ -4,6 +4,10 @@ A chunk of one layer is awaited where that layer's module is called; what belong
 where the modules that own it are. A pre-hook sees calls of modules only: not weights that other code reads, nor compiled
 code. So at the end of each forward of the model every chunk in flight must have been awaited, else it raises: something
 read weights past the hooks, and what it read may have been old.
+
+An error of the update is raised by the gate that meets it; but not among ranks in a forward that trains. There the others
+would wait for this rank's shards until their deadline. It goes on with weights that are old in part, none of its gradients
+is taken, and ``step()`` raises the error and tells all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, StateError, WorkerError
 from offload.layout import Chunk
 from offload.parameters import ParamRecord
 from offload.schedule import messages
@@ -36,6 +40,7 @@ class ForwardGates:
         flight: the flight that is under way, if any.
         land: completes it.
         switch_off: makes steps complete at ``step()`` from now on.
+        alone: whether no other rank waits for this one.
 
     Raises:
         ConfigError: parts of the model are compiled already, so that hooks would not be seen.
@@ -49,6 +54,7 @@ class ForwardGates:
         flight: Callable[[], Flight | None],
         land: Callable[[], None],
         switch_off: Callable[[], None],
+        alone: Callable[[], bool],
     ) -> None:
         compiled = [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
         if compiled:
@@ -57,7 +63,7 @@ class ForwardGates:
                 "are added later; build the optimizer first and compile then, or leave overlap_forward False"
             )
         self._model, self._layer_of = model, layer_of
-        self._flight, self._land, self._switch_off = flight, land, switch_off
+        self._flight, self._land, self._switch_off, self._alone = flight, land, switch_off, alone
         self._hooks: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
         self._warned = False
@@ -114,13 +120,23 @@ class ForwardGates:
             flight = self._flight()
             if flight is None or module is not owner:  # a copy has weights of its own
                 return
-            if module is self._model and _prefetches(module):
-                self._warn_of_prefetches()
-                self._land()
-                return
-            flight.wait(chunks, on_host=on_host)
+            try:
+                self._await(flight, module, chunks, on_host=on_host)
+            except WorkerError as error:
+                if self._alone() or not torch.is_grad_enabled():
+                    raise
+                if flight.missed:  # its first gate
+                    logger.error("overlap_forward: %s; the forward goes on, and step() raises this", error)
+                flight.passed.update(flight.marks)
 
         return gate
+
+    def _await(self, flight: Flight, module: nn.Module, chunks: tuple[int, ...], *, on_host: bool) -> None:
+        if module is self._model and _prefetches(module):
+            self._warn_of_prefetches()
+            self._land()
+        else:
+            flight.wait(chunks, on_host=on_host)
 
     def _warn_of_prefetches(self) -> None:
         if not self._warned:

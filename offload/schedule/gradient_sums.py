@@ -52,13 +52,18 @@ class GradientSums:
         spans = [(chunk, span) for chunk in self._chunks for span in chunk.spans if has_gradient(span.param)]
         return sorted(spans, key=lambda item: item[1].param)
 
-    def norm(self, spans: Iterable[tuple[Chunk, Span]], *, touched: bool) -> float:
+    @property
+    def alone(self) -> bool:
+        """Whether this rank's sums are all there are."""
+        return self._ranks.alone
+
+    def norm(self, share: Share) -> float:
         """The norm of all ranks' gradients, where it decides nothing.
 
         Raises:
             NoGradientError, PeerError, GradientError: as `find`.
         """
-        return total_norm([self._exchange(spans, nonfinite=False, touched=touched).square_sum])
+        return total_norm([self._agree(share).square_sum])
 
     def find(self, spans: Sequence[tuple[Chunk, Span]], *, touched: bool) -> Finding:
         """The norm of all ranks' gradients, and whether any of them is not finite.
@@ -72,20 +77,24 @@ class GradientSums:
             GradientError: replicas have different gradients.
         """
         culprit = self._first_nonfinite(spans)
-        agreed = self._exchange(spans, nonfinite=culprit is not None, touched=touched)
+        agreed = self._agree(self.share(spans, nonfinite=culprit is not None, touched=touched))
         where = f"of {culprit.name}" if culprit else f"on rank(s) {list(agreed.nonfinite_ranks)}"
         return Finding(total_norm([agreed.square_sum]), where if agreed.nonfinite_ranks else None)
 
-    def _exchange(self, spans: Iterable[tuple[Chunk, Span]], *, nonfinite: bool, touched: bool) -> Agreement:
+    def share(
+        self, spans: Iterable[tuple[Chunk, Span]], *, nonfinite: bool = False, touched: bool = False
+    ) -> Share:
+        """What this rank brings of a step that the stepper has not forgotten yet."""
         sums = dict.fromkeys(Part, 0.0)
         for chunk, span in spans:
             record = self._records[span.param]
             first, last = _block_range(span)
             part = self._ranks.part_of(record.param, record.name)
             sums[part] += add_blocks(self._stepper.block_sums(chunk.index).sums, first, last)
-        agreed = self._ranks.combine(
-            Share(sums[Part.OWN], sums[Part.REPLICA], nonfinite=nonfinite, touched=touched)
-        )
+        return Share(sums[Part.OWN], sums[Part.REPLICA], nonfinite=nonfinite, touched=touched)
+
+    def _agree(self, share: Share) -> Agreement:
+        agreed = self._ranks.combine(share)
         if not agreed.touched:
             raise NoGradientError(messages.no_gradient())
         return agreed

@@ -3,13 +3,19 @@
 Owns the step that is under way (`Flight`) and the report of the last one that has landed. Where steps depart, submitted
 work goes on on the worker and on the device after ``step()`` has returned; whoever reads or changes state calls `land`
 first, on whatever thread that is: the user's, or backward's in a hook.
+
+Among ranks landing is each rank's own affair, and only ``step()`` is a collective. So a norm that decides nothing is agreed
+in the ``step()`` after (`Landing.agree`): that one exchange brings the sums of the step before, and completes its report.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+from offload.agreement import Share
 from offload.report import StageClock, StepReport
 from offload.schedule.flight import Departing, Flight
 from offload.schedule.foreign_writes import ForeignWrites
@@ -43,6 +49,7 @@ class Landing:
         self._sums, self._writes, self._hook_seconds = sums, writes, hook_seconds
         self.flight: Flight | None = None
         self.report: StepReport | None = None
+        self._unagreed: tuple[StepReport, Share] | None = None
 
     @property
     def departs(self) -> bool:
@@ -57,7 +64,22 @@ class Landing:
     def judge(self, flight: Flight) -> Verdict:
         """The verdict of a step that needed none before its updates: only its norm is to be known."""
         with self._clock.span("verdict"):
-            return Verdict(self._sums.norm(flight.spans, touched=bool(flight.written)))
+            return Verdict(self._sums.norm(self._sums.share(flight.spans, touched=bool(flight.written))))
+
+    def agree(self, *, touched: bool) -> None:
+        """Tell the other ranks of the step before, the last that has landed, and complete its report.
+
+        Args:
+            touched: whether gradients of the coming step came on this rank.
+
+        Raises:
+            NoGradientError, PeerError, GradientError: as `GradientSums.find`.
+        """
+        report, share = self._unagreed or (None, Share())
+        with self._clock.span("verdict"):
+            norm = self._sums.norm(share._replace(touched=touched))
+        if report is not None:
+            self.report, self._unagreed = replace(report, grad_norm=norm), None
 
     def land(self) -> None:
         """Complete the step that is under way, if one is.
@@ -72,7 +94,12 @@ class Landing:
         if self._departing is not None:
             with self._clock.span("wait_landing"):
                 self._departing.settle()
-        verdict = flight.verdict or self.judge(flight)
+        share = None
+        verdict = flight.verdict
+        if verdict is None and self._sums.alone:
+            verdict = self.judge(flight)
+        elif verdict is None:
+            verdict, share = Verdict(math.nan), self._sums.share(flight.spans)
         self._stepper.end_step(flight.irregular)
         self.flight = None
         self._writes.follow([record for record in flight.written if record.weight_changed()])
@@ -80,7 +107,7 @@ class Landing:
         seconds |= {"hook": self._hook_seconds(), "exposed": flight.exposed_s}
         if flight.marks:
             seconds["landing"] = time.perf_counter() - start
-        self.report = StepReport(
+        report = StepReport(
             step=flight.step,
             grad_norm=verdict.norm,
             clipped=verdict.clipped,
@@ -92,6 +119,10 @@ class Landing:
             timings=seconds,
             **counts,
         )
+        if share is None:
+            self.report = report
+        else:
+            self._unagreed = report, share
 
     def stop_departing(self) -> None:
         """From now on ``step()`` waits for everything."""

@@ -105,13 +105,13 @@ def train_beside_reference(
     parts_per_step: int | None = None,
     data: list[Tensor] | None = None,
 ) -> list[Any]:
-    """Train, the reference along with it, and compare every bit; the steps' reports.
+    """Train, the reference along with it, and compare every bit; what `last_step` was after each step.
 
     ``parts_per_step``: gradients per parameter and step; FSDP reduces only once where it skips a sync.
     """
     device = next(model.parameters()).device
     reference = Reference({name: whole(p).float() for name, p in model.named_parameters()})
-    reports = []
+    reports, norms = [], {}
     for step, ids in enumerate(data or batches(steps)):
         for part in range(micro_batches):
             prepare(model, part)
@@ -121,7 +121,8 @@ def train_beside_reference(
         assert {len(parts) for parts in gradients.values()} == {parts_per_step or micro_batches}
         optimizer.step()
         report = optimizer.last_step
-        expected = norm_of(gradients)
+        norms[step + 1] = norm_of(gradients)
+        expected = norms[report.step]
         assert abs(report.grad_norm - expected) <= 1e-12 * expected
         if not report.skipped:
             reference.step(gradients, hyper_by_name(optimizer, model), report.clip_coefficient)
@@ -132,6 +133,7 @@ def train_beside_reference(
 
 
 def assert_whole_state(model: nn.Module, optimizer: Any, reference: Reference) -> None:
+    optimizer.synchronize()
     for name, parameter in model.named_parameters():
         weight = whole(parameter)
         state = {key: whole(value) for key, value in optimizer.state[parameter].items() if key != "step"}
@@ -143,6 +145,7 @@ def assert_whole_state(model: nn.Module, optimizer: Any, reference: Reference) -
 
 def state_bits(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """All weights and state, whole, to be compared between modes and ranks."""
+    optimizer.synchronize()
     found = {name: whole(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():

@@ -1,0 +1,182 @@
+"""``overlap_forward`` among ranks: one exchange per step, norms one step later, and failures that reach all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import offload
+from offload import assembly
+from offload.transfer.host import LaneTransport
+from tests.distributed.ranks import Ranks
+from tests.distributed.test_verdicts import backward, counted_collectives
+from tests.distributed.training import assert_equal, optimizer_over, sharded_decoder, state_bits
+from tests.training import batches, loss_of
+
+CLIPPED = {"max_grad_norm": 0.5}
+
+
+def overlapped(model: nn.Module, **options: Any) -> offload.AdamW:
+    return optimizer_over(model, "wavefront", **{"overlap_forward": True, **options})
+
+
+def is_under_way(optimizer: offload.AdamW) -> bool:
+    return optimizer._engine.flight is not None
+
+
+def steps_and_norms(*, switch_off: bool = False, **options: Any) -> tuple[dict[int, float], dict[str, Any]]:
+    """Norms by step, and the end; `switch_off`: rank 1 alone waits for its updates from the third step on."""
+    model, norms = sharded_decoder(), {}
+    with overlapped(model, **options) as optimizer:
+        for step in range(5):
+            if step == 2 and switch_off and dist.get_rank() == 1:
+                optimizer._engine.stop_departing()
+            backward(model, step)
+            with counted_collectives() as collectives:
+                optimizer.step()
+                report = optimizer.last_step
+            assert len(collectives) == 1
+            norms[report.step] = report.grad_norm
+            optimizer.zero_grad()
+        return norms, state_bits(model, optimizer)
+
+
+def norms_come_a_step_later() -> None:
+    expected, end = steps_and_norms(overlap_forward=False)
+    assert list(expected) == [1, 2, 3, 4, 5]
+    for switch_off in (False, True):
+        norms, state = steps_and_norms(switch_off=switch_off)
+        assert list(norms) == [1, 2, 3, 4]
+        assert norms.items() <= expected.items()
+        assert_equal(state, end)
+
+
+def test_f19_norms_come_a_step_later_and_one_exchange_is_enough(ranks: Ranks) -> None:
+    ranks.run(norms_come_a_step_later, 2)
+
+
+def steps_return_early(options: dict[str, Any]) -> list[bool]:
+    """Whether each of some steps, whose reports nobody asks for, was under way when it had returned."""
+    model, found = sharded_decoder(), []
+    with overlapped(model, **options) as optimizer:
+        for step in range(4):
+            backward(model, step)
+            optimizer.step()
+            found.append(is_under_way(optimizer))
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, CLIPPED])
+def test_steps_return_while_they_are_under_way(ranks: Ranks, options: dict[str, Any]) -> None:
+    first = bool(options)  # else its norm is agreed in it
+    assert ranks.run(steps_return_early, 2, options) == [[first, True, True, True]] * 2
+
+
+def gradients_here_and_there() -> list[tuple[int, float]]:
+    """Steps in which nobody, rank 0 alone, nobody, and rank 1 alone has a gradient; then what was reported."""
+    model = fully_shard(nn.Linear(8, 8))
+    seen = []
+    with overlapped(model) as optimizer:
+        for owner, value in ((None, 0.0), (0, 3.0), (None, 0.0), (1, 2.0), (0, 1.0)):
+            if owner == dist.get_rank():
+                gradient = torch.full_like(model.weight.to_local(), value)
+                model.weight.grad = DTensor(gradient, model.weight._spec, requires_grad=False)
+            if owner is None:
+                with pytest.raises(offload.NoGradientError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+                report = optimizer.last_step
+                seen.append((report.step, report.grad_norm))
+            optimizer.zero_grad()
+    return seen
+
+
+def test_f21_a_rank_without_a_gradient_hangs_nobody(ranks: Ranks) -> None:
+    norms = [(4 * 8 * value * value) ** 0.5 for value in (3.0, 2.0)]
+    assert ranks.run(gradients_here_and_there, 2) == [[(1, norms[0]), (1, norms[0]), (2, norms[1])]] * 2
+
+
+def unreduced_gradients() -> None:
+    """Nobody reduces the gradients of a plain parameter, from the second step on."""
+    model = nn.ModuleDict({"sharded": fully_shard(nn.Linear(8, 8)), "plain": nn.Linear(8, 8, bias=False)})
+    for parameter in model["plain"].parameters():
+        dist.broadcast(parameter.data, 0)
+    with overlapped(model) as optimizer:
+        for step in range(3):
+            torch.manual_seed(0 if step == 0 else dist.get_rank())
+            model["plain"](model["sharded"](torch.randn(2, 8))).square().mean().backward()
+            if step < 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
+            with pytest.raises(offload.GradientError, match=r"differ between ranks.*rank_local"):
+                optimizer.step()
+
+
+def test_unreduced_gradients_are_noticed_a_step_later(ranks: Ranks) -> None:
+    ranks.run(unreduced_gradients, 2)
+
+
+# Failures
+
+
+def worker_fails_under_way(options: dict[str, Any]) -> tuple[str, str, float]:
+    """A kernel of rank 1 fails when ``step()`` has returned: the next forward and backward go on, on all ranks."""
+    logging.getLogger("offload").setLevel(logging.CRITICAL)
+    made: list[LaneTransport] = []
+
+    def make_lanes(device: torch.device, config: offload.OffloadConfig) -> LaneTransport:
+        made.append(LaneTransport(device))
+        return made[-1]
+
+    def fail(*arguments: Any) -> None:
+        raise ValueError("a reason of its own")
+
+    model = sharded_decoder()
+    config = {"timeout_s": 60.0, "ring_slots": 2, "backlog_tiles": 512}
+    with patch.object(assembly, "make_transport", make_lanes):
+        optimizer = overlapped(model, config=config, **options)
+    for step in range(3):
+        loss = loss_of(model, batches(step + 1)[step].roll(dist.get_rank(), 1))
+        optimizer.synchronize()
+        if step == 2:
+            made[0].hold("to_device")  # from the third tile on all wait for a slot
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert is_under_way(optimizer)
+    worker = optimizer._engine._worker
+    if dist.get_rank() == 1:
+        optimizer._engine._stepper._host.backend.update = fail
+    made[0].release("to_device")
+    if dist.get_rank() == 1:
+        worker._outcome.wait_failed(30.0)
+        with torch.no_grad(), pytest.raises(offload.WorkerError, match="of its own"):
+            model(batches(1)[0])  # nobody is told of this one
+    start = time.monotonic()
+    backward(model, 3)
+    with pytest.raises(offload.OffloadError) as raised:
+        optimizer.step()
+    waited = time.monotonic() - start
+    optimizer.close()
+    return type(raised.value).__name__, str(raised.value), waited
+
+
+@pytest.mark.parametrize("options", [{}, {**CLIPPED, "clip": "defer"}])
+def test_a_worker_that_fails_under_way_is_told_to_the_others(ranks: Ranks, options: dict[str, Any]) -> None:
+    results = ranks.run(worker_fails_under_way, 3, options)
+    assert [name for name, _, _ in results] == ["PeerError", "WorkerError", "PeerError"]
+    assert all("rank(s) [1]" in message for name, message, _ in results if name == "PeerError")
+    assert "a reason of its own" in results[1][1]
+    assert max(waited for _, _, waited in results) < 25.0
