@@ -1,49 +1,50 @@
 """What all optimizers of this library share: `OffloadOptimizer`, a real `torch.optim.Optimizer` over an engine.
 
-State is built after ``super().__init__()``, which calls ``add_param_group`` before a subclass has any field.
+State is built after ``super().__init__()``, which calls ``add_param_group`` before there is an engine.
+
+Here is the order of events between the user, torch's base class and the engine. ``state`` and ``param_groups`` belong to
+torch and to the user, who may replace both; so what works on them (`param_registry`, `published_state`) is handed the
+present ones at each call.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from offload import state_dict_hooks
 from offload.assembly import assemble
-from offload.checkpoint import IncomingState, export_state, read_state, rounds_to
+from offload.checkpoint import export_state, read_state
 from offload.construction import Construction
 from offload.distributed import local_shard
-from offload.errors import CheckpointError, ClosedError, ConfigError, ParameterError, StateError
+from offload.errors import ClosedError, ConfigError, StateError
+from offload.given_masters import GivenMasters
 from offload.kernels.rule import KernelRule
-from offload.layout import layer_namer
 from offload.model_watch import ModelWatch
-from offload.options import EARLY_MODES, Options
-from offload.parameters import ParamRecord, make_record
+from offload.options import Options
+from offload.overlap import make_gates
+from offload.param_registry import ParamRegistry
+from offload.parameters import ParamRecord
 from offload.prepare import Masters
+from offload.published_state import EntryMaker, follow_step
 from offload.report import StepReport
+from offload.restored_state import add_with_state, restore
 from offload.saved_groups import read_groups
-from offload.schedule.base_step import hooks_set_aside
 from offload.schedule.engine import Engine
 from offload.schedule.forward_gates import ForwardGates
 from offload.schedule.plan import Plan
-from offload.state_entry import CopiedEntry, StateEntry
 from offload.trace import VARIABLE, Trace
+from offload.weak_calls import weakly
 
 __all__ = ["OffloadOptimizer", "Params"]
 
-logger = logging.getLogger(__name__)
-
 Params = Iterable[Any]
-
-SAVE_HOOKS = ("_optimizer_state_dict_post_hooks",)
-LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -73,71 +74,44 @@ class OffloadOptimizer(torch.optim.Optimizer):
             model: its forward raises while weights of a half-done step are there, and waits for its weights with
                 ``options.overlap_forward``; None: nobody looks.
         """
+        self._engine: Engine | None = None
         self._model_watch: ModelWatch | None = None
+        self._gates: ForwardGates | None = None
+        self._rule, self._check_group = rule, check_group
+        self._registry, self._masters, self._entries = ParamRegistry(), GivenMasters(masters), EntryMaker()
         self._closing = threading.RLock()  # one thread at a time; another finds it done
         try:
             with torch.inference_mode(False), Construction() as self._construction:
                 # Not in inference mode: state that is made inside could never be written outside.
-                self._build(list(params), defaults, rule, check_group, masters, options)
-            self._construction.log(sum(record.numel for record in self._records.values()))
+                self._build(list(params), defaults, options)
+            self._construction.log(sum(record.numel for record in self._registry.by_param.values()))
             if model is not None:
-                self._model_watch = ModelWatch(model, _weakly(weakref.WeakMethod(self._before_forward)))
+                self._model_watch = ModelWatch(model, weakly(self._before_forward))
                 if options.overlap_forward:
-                    self._place_gates(model, options)
+                    self._gates = make_gates(model, self._open_engine(), self._plan.mode, options)
+                    self._attach_gates()
         except BaseException:
             if hasattr(self, "_finalizer"):  # the engine is there
                 self.close()
             raise
 
-    def _build(
-        self,
-        params: list[Any],
-        defaults: dict[str, Any],
-        rule: KernelRule,
-        check_group: Callable[[Mapping[str, Any]], None],
-        masters: Masters | None,
-        options: Options,
-    ) -> None:
+    def _build(self, params: list[Any], defaults: dict[str, Any], options: Options) -> None:
         if not params:
             raise ConfigError(
                 "params is empty: pass model.named_parameters(), model.parameters() or param groups"
             )
-        self._engine: Engine | None = None
-        self._rule, self._check_group = rule, check_group
         torch.optim.Optimizer.__init__(self, params, defaults)
-        self._records: dict[torch.Tensor, ParamRecord] = {}
-        self._next_key = 0  # of records: param groups may be rearranged by the user
-        self._masters = masters
-        self._moved_to: set[torch.device] = set()
-        records = [record for group in self.param_groups for record in self._make_records(group)]
+        groups = self.param_groups
+        records = [record for group in groups for record in self._registry.make_records(group, groups)]
         if not records:
             raise ConfigError("params has no parameter with requires_grad=True: there is nothing to optimize")
-        self._gates: ForwardGates | None = None
-        given = self._given_masters(records)
-        if masters and not given:
-            self._refuse_lost_masters(records)
-        engine, self._plan = assemble(rule, records, given, options, self._construction)
+        given = self._masters.of_first(records)
+        engine, self._plan = assemble(self._rule, records, given, options, self._construction)
         self._engine = engine
         self._finalizer = weakref.finalize(self, engine.close)
-        engine.before_first = _weakly(weakref.WeakMethod(self._follow_groups))
-        # Copied, so the caller may drop them; those of frozen parameters wait for the day when these are trained.
-        self._masters = masters.without([record.param for record in records]) if masters is not None else None
+        engine.before_first = weakly(self._follow_groups)
+        self._masters.let_go(records)
         self._publish(records)
-
-    def _place_gates(self, model: torch.nn.Module, options: Options) -> None:
-        engine = self._open_engine()
-        if self._plan.mode not in EARLY_MODES:
-            logger.info("overlap_forward has nothing to overlap: mode %s updates in step()", self._plan.mode)
-            return
-        self._gates = ForwardGates(
-            model,
-            layer_of=layer_namer(options.config.chunk_by),
-            flight=lambda: engine.flight,
-            land=engine.land,
-            switch_off=engine.stop_departing,
-            alone=lambda: engine.alone,
-        )
-        self._gates.attach(engine.chunks, engine.records)
 
     # The training loop ------------------------------------------------------------------------------------------
 
@@ -174,12 +148,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     loss = closure()
             self._follow_groups()
             if self._model_watch is not None:
-                self._model_watch.require_same(self._members())
-            self._adopt_unfrozen()
+                self._model_watch.require_same(self._registry.members)
+            for unfrozen in self._registry.make_unfrozen(self.param_groups):
+                self._attach(unfrozen)
             engine.step()
-            self._follow_moved(engine)
-            for record in self._members():
-                self.state[record.param]["step"].fill_(record.num_steps)
+            follow_step(self.state, self._registry.members, self._open_engine())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,7 +190,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if self._engine is not None:
                 self._follow_groups()  # one of them may be back
                 with torch.inference_mode(False):
-                    self._attach(self._make_records(group))
+                    self._attach(self._registry.make_records(group, self.param_groups))
         except BaseException:
             self.param_groups.pop()
             raise
@@ -299,7 +272,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"{VARIABLE} in the environment"
             )
         engine.land()
-        engine.begin_trace(Trace(path, device=local_shard(next(iter(self._records))).device))
+        engine.begin_trace(Trace(path, device=local_shard(next(iter(self._registry.by_param))).device))
         try:
             yield
             if not self.closed:
@@ -320,11 +293,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         engine = self._open_engine()
         engine.require_untouched("state_dict()")
         engine.synchronize()
-        with hooks_set_aside(self, SAVE_HOOKS):
+        with state_dict_hooks.set_aside_for_saving(self):
             state_dict = export_state(super().state_dict())
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
-        return state_dict
+        return state_dict_hooks.after_saving(state_dict, self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state saved by this optimizer or by ``torch.optim.AdamW``; never passes through the device.
@@ -338,20 +309,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
             CheckpointError: it does not fit; nothing was changed.
         """
         engine = self._open_engine()
-        state_dict = self._prepared_by_hooks(state_dict)
+        state_dict = state_dict_hooks.before_loading(state_dict, self)
         self._follow_groups()
-        incoming = read_state(state_dict, self.param_groups, self._records, self._rule.state_names)
+        incoming = read_state(state_dict, self.param_groups, self._registry.by_param, self._rule.state_names)
         groups = read_groups(state_dict["param_groups"], self.param_groups, self.defaults, self._check_group)
         engine.begin_loading()
-        with hooks_set_aside(self, LOAD_HOOKS):
+        with state_dict_hooks.set_aside_for_loading(self):
             super().load_state_dict({"state": {}, "param_groups": groups})
         self._follow_groups()  # loading replaced the dicts
         with torch.inference_mode(False):
-            self._take_in(incoming)
-            self._publish(self._members())
+            restore(engine, self._registry.members, incoming)
+            self._publish(self._registry.members)
         self.state.update(incoming.waiting)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        state_dict_hooks.after_loading(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refused: hooks, threads and pinned memory cannot be copied."""
@@ -401,180 +371,32 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise ClosedError(f"this {type(self).__name__} was closed; build a new one")
         return self._engine
 
-    def _make_records(self, group: dict[str, Any]) -> list[ParamRecord]:
-        """Records of the group's trainable parameters that have none yet; indices count frozen ones too."""
-        names = group.get("param_names") or [None] * len(group["params"])
-        indices = {
-            p: index for index, p in enumerate(p for each in self.param_groups for p in each["params"])
-        }
-        records: list[ParamRecord] = []
-        made: set[torch.Tensor] = set()
-        for name, parameter in zip(names, group["params"], strict=True):
-            if parameter.requires_grad and parameter not in self._records:
-                if parameter in made:
-                    raise ConfigError(
-                        f"{name or f'parameter #{indices[parameter]}'} stands twice in one param group"
-                    )
-                records.append(make_record(self._next_key, name, parameter, group))
-                self._next_key += 1
-                made.add(parameter)
-        return records
-
-    def _refuse_lost_masters(self, records: Iterable[ParamRecord]) -> None:
-        """Masters of none of the parameters: of others that come later, or of those that sharding has replaced."""
-        if any(isinstance(record.param, DTensor) for record in records):
-            raise ConfigError(
-                "masters= holds values of none of these parameters: were they replaced after cast_compute_weights "
-                "(fully_shard)? Pass model.named_parameters(), so that they are found by name"
-            )
-        logger.info(
-            "masters= holds values of none of these parameters; their masters are taken from the weights"
-        )
-
-    def _given_masters(self, records: Iterable[ParamRecord]) -> dict[int, torch.Tensor]:
-        if self._masters is None:
-            return {}
-        return {
-            record.index: master
-            for record in records
-            if (master := self._masters.of(record.param, record.name)) is not None
-        }
-
     def _attach(self, records: list[ParamRecord]) -> None:
-        engine, masters = self._open_engine(), self._given_masters(records)
-        waiting = [self.state.get(record.param) or {} for record in records]
-        for record, state in zip(records, waiting, strict=True):
-            if record.index in masters:
-                _check_master(record, masters[record.index])
-            record.num_steps = int(state.get("step", 0))  # the engine makes rows for this very step
-        engine.add(records, masters)
-        for record, state in zip(records, waiting, strict=True):
-            self._take_waiting(record, state)
-        if self._gates is not None and records:
-            self._gates.attach(engine.chunks, engine.records)
+        """Train `records` from now on, with the masters that were given and the state that was loaded for them."""
+        engine, masters = self._open_engine(), self._masters.of_later(records)
+        add_with_state(engine, records, masters, [self.state.get(record.param) or {} for record in records])
+        if records:
+            self._attach_gates()
         self._publish(records)
 
-    def _take_waiting(self, record: ParamRecord, waiting: Mapping[str, torch.Tensor]) -> None:
-        """Go on with the state that was loaded while the parameter was frozen; no master over changed weights."""
-        engine = self._open_engine()
-        if copied := [name for name in engine.views.copied_names if name in waiting]:
-            engine.views.write_moments(record, {name: local_shard(waiting[name]) for name in copied})
-        for name, view in engine.views.state(record).items():
-            if name not in waiting:
-                continue
-            saved = local_shard(waiting[name])
-            is_master = record.kind.weight == "bf16" and rounds_to(saved, local_shard(record.param))
-            if name != "master" or is_master:
-                local_shard(view).copy_(saved)
-
-    def _adopt_unfrozen(self) -> None:
-        """Parameters that were frozen when they came and have a gradient now."""
-        for group in self.param_groups:
-            fresh = [record for record in self._make_records(group) if record.param.grad is not None]
-            if fresh:
-                self._attach(fresh)
+    def _attach_gates(self) -> None:
+        if self._gates is not None:
+            engine = self._open_engine()
+            self._gates.attach(engine.chunks, engine.records)
 
     def _publish(self, records: Iterable[ParamRecord]) -> None:
         """Make ``self.state`` name the current tensors."""
         for record in records:
-            self._records[record.param] = record
-            step = torch.tensor(float(record.num_steps), dtype=torch.float32)
-            tensors = {"step": step, **self._state_of(record)}
-            self.state[record.param] = self._entry(record, tensors)
-
-    def _entry(self, record: ParamRecord, tensors: Mapping[str, torch.Tensor]) -> StateEntry:
-        engine = self._open_engine()
-        if not engine.views.copied_names:
-            return StateEntry(tensors, record.name, self._moved_to)
-
-        def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-            return engine.views.read_moments(record, names)
-
-        return CopiedEntry(tensors, record.name, self._moved_to, copied=engine.views.copied_names, read=read)
-
-    def _follow_moved(self, engine: Engine) -> None:
-        """``self.state`` names current tensors also after a step that exchanged them."""
-        moved = set(engine.take_moved())
-        if not moved:
-            return
-        for parameter, record in self._records.items():
-            if record.index in moved and record.active:  # another's state is published when it is back
-                self.state[parameter].exchange(self._state_of(record))
-
-    def _state_of(self, record: ParamRecord) -> dict[str, torch.Tensor]:
-        """FP32 state as users see it: an FP32 weight is its own master."""
-        state = self._open_engine().views.state(record)
-        if record.kind.weight == "fp32":
-            state = {name: tensor for name, tensor in state.items() if name != "master"}
-        return state
-
-    def _prepared_by_hooks(self, state_dict: Any) -> dict[str, Any]:
-        """A shallow copy, as torch hands it to hooks, and what they made of it."""
-        if not isinstance(state_dict, Mapping):
-            raise CheckpointError(f"this is no optimizer state dict, but a {type(state_dict).__name__}")
-        prepared = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            prepared = pre_hook(self, prepared) or prepared
-        return prepared
-
-    def _take_in(self, incoming: IncomingState) -> None:
-        engine, members = self._open_engine(), self._members()
-        for record in members:
-            tensors = incoming.tensors[record.index]
-            record.num_steps = incoming.steps[record.index]
-            engine.views.write_moments(
-                record, {name: tensors.get(name) for name in engine.views.copied_names}
-            )
-            for name, view in engine.views.state(record).items():
-                if name in tensors:
-                    local_shard(view).copy_(tensors[name])
-                elif name != "master":
-                    local_shard(view).zero_()
-        engine.take_masters([record for record in members if "master" in incoming.tensors[record.index]])
-
-    def _members(self) -> list[ParamRecord]:
-        """Parameters that stand in a group."""
-        return [record for record in self._records.values() if record.active]
+            self._registry.add(record)
+            self.state[record.param] = self._entries.make(record, self._open_engine().views)
 
     def _follow_groups(self) -> None:
-        """Param groups belong to the user, who may remove, replace and rearrange them between steps.
-
-        A parameter without a group is left alone, as torch does; its state is kept for the day when it is back.
-        """
-        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
-        for parameter, record in self._records.items():
-            group = groups.get(parameter)
-            if group is None:
-                record.active = False
-                self.state.pop(parameter, None)
-                continue
-            record.group = group
-            if not record.active:
-                record.active = True
-                self._publish([record])
+        """What the user did to param groups since the last look; see `ParamRegistry.follow`."""
+        outside, back = self._registry.follow(self.param_groups)
+        for record in outside:
+            self.state.pop(record.param, None)
+        self._publish(back)
 
     def _before_forward(self) -> None:
         if self._engine is not None and self._engine.flight is None:  # else the gates see to it
             self._engine.require_untouched("a forward of the model")
-
-
-def _check_master(record: ParamRecord, master: torch.Tensor) -> None:
-    """Ahead of the engine's own check, which comes when memory is allocated already."""
-    weight = local_shard(record.param)
-    if master.shape != weight.shape or not rounds_to(master, weight):
-        raise ParameterError(
-            f"masters= of {record.name}, {tuple(master.shape)}, do not round to the model's weights, "
-            f"{tuple(weight.shape)}: the weights were changed after cast_compute_weights; cast again, or leave masters "
-            "out to start from the weights"
-        )
-
-
-def _weakly(reference: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    """Calls the method while its optimizer is alive: hooks and engine must not be what keeps it so."""
-
-    def call() -> None:
-        method = reference()
-        if method is not None:
-            method()
-
-    return call

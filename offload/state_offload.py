@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
 
-from offload import assembly
+from offload import assembly, state_dict_hooks
 from offload.checkpoint import check_form
 from offload.config import OffloadConfig, check_choice, check_moments
 from offload.errors import CheckpointError, ClosedError, MidStepError
@@ -26,7 +26,7 @@ from offload.schedule.base_rules import (
     is_rehearsal,
     reset_step_counts,
 )
-from offload.schedule.base_step import BaseStep, hooks_set_aside
+from offload.schedule.base_step import BaseStep
 from offload.schedule.optimizer_proxy import OptimizerProxy
 from offload.schedule.state_buffer import DeviceBuffer
 from offload.schedule.state_chunks import CHUNK_BYTES, StateChunk, plan_chunks
@@ -37,8 +37,6 @@ from offload.transfer.host import HostTransport
 from offload.transfer.transport import Transport
 
 __all__ = ["CPUOffloadOptimizer"]
-
-LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
 class CPUOffloadOptimizer(OptimizerProxy):
@@ -200,9 +198,7 @@ class CPUOffloadOptimizer(OptimizerProxy):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         state_dict = clone_state_dict(self.base_optimizer.state_dict())
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
-        return state_dict
+        return state_dict_hooks.after_saving(state_dict, self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state dict of this optimizer or of the base alone, saved on any device. Dtypes stay, nothing moves to the
@@ -213,15 +209,10 @@ class CPUOffloadOptimizer(OptimizerProxy):
         """
         self._require_open()
         base = self.base_optimizer
-        if not isinstance(state_dict, Mapping):
-            raise CheckpointError(f"this is no optimizer state dict, but a {type(state_dict).__name__}")
-        state_dict = dict(state_dict)
-        for optimizer in (self, base):
-            for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = pre_hook(optimizer, state_dict) or state_dict
+        state_dict = state_dict_hooks.before_loading(state_dict, self, base)
         check_form(state_dict)
         self._follow_groups()
-        with hooks_set_aside(base, LOAD_HOOKS):
+        with state_dict_hooks.set_aside_for_loading(base):
             try:
                 base.load_state_dict({**state_dict, "state": {}})
             except (ValueError, KeyError, TypeError) as error:
@@ -237,9 +228,7 @@ class CPUOffloadOptimizer(OptimizerProxy):
             expect_loaded(chunk, base.state, self.param_groups)
         self._stream.take_in(self._chunks, base.state)
         self._refusal, self._rehearsed = None, False
-        for optimizer in (base, self):
-            for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-                post_hook(optimizer)
+        state_dict_hooks.after_loading(base, self)
 
     def __repr__(self) -> str:
         return f"CPUOffloadOptimizer ({self.mode}) of {self.base_optimizer!r}"
