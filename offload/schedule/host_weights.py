@@ -1,6 +1,6 @@
 """Compute weights of HOST chunks outside of updates: taken as masters, written anew from them; and when all have arrived.
 
-What new weights of updates share with the others is the way out, the second ring, so who waits for its end waits for all.
+Weights of updates leave through the same ring, in order: who waits here waits for them too.
 """
 
 from __future__ import annotations
