@@ -33,6 +33,7 @@ from offload.report import StageClock
 from offload.schedule.backlog import always
 from offload.schedule.conveyor import Conveyor, PieceView, Slots, SlotView, Trip
 from offload.schedule.device_gradients import DeviceGradients
+from offload.schedule.step_books import TileBooks
 from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.stream_tiles import Place, StreamState, StreamTile
 from offload.schedule.tile_job import Gate, TileJob
@@ -232,11 +233,11 @@ class StreamStepper:
         complete = [
             tile
             for tile, _ in self._state.places[record.index].parts
-            if (elements is None or tile.tile.start in elements) and self._is_complete_with_one_more(tile)
+            if (elements is None or tile.tile.start in elements)
+            and self._books.is_complete_with_one_more(tile)
         ]
         if not complete:
             return
-        self._early |= {tile.key: tile for tile in complete}
         trips = self._step_trips(complete, rows, now)
         self._let_go(complete)
         chunk = _index(self._state.places[record.index])
@@ -275,8 +276,7 @@ class StreamStepper:
     @property
     def stepped_early(self) -> list[str]:
         """See `Stepper.stepped_early`."""
-        names = {key[0]: tile.chunk.name for key, tile in self._early.items()}
-        return [names[index] for index in sorted(names)]
+        return [self._state.chunks[index].chunk.name for index in sorted(self._books.early_chunks)]
 
     # The step ---------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class StreamStepper:
         """See `Stepper.step_rest`."""
         tiles = self._waiting_tiles()
         trips = self._step_trips(tiles, rows, self._transport.record_ready())
-        self._late += len(tiles)
+        self._books.num_late += len(tiles)
         if not self._alone:
             self._do_later(lambda: self._conveyor.run(trips))
             return
@@ -374,8 +374,8 @@ class StreamStepper:
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
-        self._clock.count("early_tiles", len(self._early))
-        self._clock.count("late_tiles", self._late)
+        self._clock.count("early_tiles", self._books.num_early)
+        self._clock.count("late_tiles", self._books.num_late)
         if self._fired and list(self._fired) != self._order:
             self._order = list(self._fired)
             self._expected = self._completed_by(self._order)
@@ -396,10 +396,8 @@ class StreamStepper:
     def _reset_books(self) -> None:
         self._gradients.clear()
         self._arrived: dict[int, Ready] = {}
-        self._missing: dict[tuple[int, int], int] = {}
-        self._early: dict[tuple[int, int], StreamTile] = {}
+        self._books = TileBooks()
         self._urgent: set[int] = set()
-        self._late = 0
         self._changed = False
         self._uploaded = None
         self._fired = {}
@@ -407,24 +405,14 @@ class StreamStepper:
 
     def _completed_by(self, fired: Iterable[int]) -> list[StreamTile]:
         """Tiles in the order in which these gradients complete them."""
-        missing: dict[tuple[int, int], int] = {}
-        tiles = []
-        for param in fired:
-            for tile, _ in self._state.places[param].parts:
-                left = missing[tile.key] = missing.get(tile.key, len(tile.tile.pieces)) - 1
-                if not left:
-                    tiles.append(tile)
-        return tiles
-
-    def _is_complete_with_one_more(self, tile: StreamTile) -> bool:
-        missing = self._missing.get(tile.key, len(tile.tile.pieces)) - 1
-        self._missing[tile.key] = missing
-        return not missing
+        books = TileBooks()
+        tiles = (tile for param in fired for tile, _ in self._state.places[param].parts)
+        return [tile for tile in tiles if books.is_complete_with_one_more(tile)]
 
     def _let_go(self, tiles: Iterable[StreamTile]) -> None:
         """Drop our references to gradients all of whose tiles are on their way now; their trips have their own."""
         for param in {piece.param for tile in tiles for piece in tile.tile.pieces}:
-            if all(tile.key in self._early for tile, _ in self._state.places[param].parts):
+            if all(self._books.is_early(tile) for tile, _ in self._state.places[param].parts):
                 self._forget(param)
 
     def _forget(self, param: int) -> None:
@@ -433,12 +421,7 @@ class StreamStepper:
 
     def _waiting_tiles(self) -> list[StreamTile]:
         """Tiles with a gradient to be applied that were not updated early."""
-        return [
-            tile
-            for tile in self._state.tiles
-            if tile.key not in self._early
-            and any(self._gradients.has(piece.param) for piece in tile.tile.pieces)
-        ]
+        return self._books.waiting(self._state.tiles, self._gradients.has)
 
     def _waiting_in(self, tile: StreamTile) -> list[tuple[int, Gradient]]:
         """Positions of the pieces that have a gradient, and it."""
