@@ -27,6 +27,11 @@ class GivenMasters:
     """What ``masters=`` holds and nobody has taken yet; None: nothing was given."""
 
     def __init__(self, masters: Masters | None) -> None:
+        if not (masters is None or isinstance(masters, Masters)):
+            raise ConfigError(
+                f"masters is a {type(masters).__name__}: expected what offload.cast_compute_weights returned, or None "
+                "to start from the weights"
+            )
         self._waiting = masters
 
     def of_first(self, records: Sequence[ParamRecord]) -> dict[int, torch.Tensor]:

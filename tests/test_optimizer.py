@@ -262,6 +262,13 @@ def test_sparse_gradients_are_refused_by_name() -> None:
         embedding(torch.tensor([1])).sum().backward()
 
 
+def test_masters_that_are_no_masters_are_refused_with_what_is_expected() -> None:
+    model = make_decoder()
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(offload.ConfigError, match=r"masters is a dict: .* offload\.cast_compute_weights"):
+        adamw(model, masters=values)
+
+
 def test_masters_that_do_not_fit_the_weights_are_refused() -> None:
     model = make_decoder()
     masters = offload.cast_compute_weights(model)

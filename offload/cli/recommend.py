@@ -213,7 +213,7 @@ def _reason(chosen: ModeRow, leanest: ModeRow, rows: Sequence[ModeRow], fitting:
         words.append(f"{_among(fitting)} exposes least of its update")
     else:
         words.append(
-            f"of the {len(fitting)} modes that fit, the first by memory traffic: rates are not known"
+            f"of the {len(fitting)} modes that fit, the one that moves fewest bytes: rates were not measured"
             if len(fitting) > 1
             else "it alone fits"
         )

@@ -346,7 +346,7 @@ def _share(workload: Workload, room: int, rates: Rates | None) -> tuple[float, B
         return (
             UNMEASURED_SHARE,
             None,
-            f"{UNMEASURED_SHARE:.0%} of the host's state is streamed: no rates are known",
+            f"{UNMEASURED_SHARE:.0%} of the host's state is streamed, a guess: rates were not measured",
         )
     found = balance(numel, rates=rates, backward_s=workload.backward_s, **crossing)
     words = (
