@@ -213,7 +213,7 @@ def _reason(chosen: ModeRow, leanest: ModeRow, rows: Sequence[ModeRow], fitting:
         words.append(f"{_among(fitting)} exposes least of its update")
     else:
         words.append(
-            f"of the {len(fitting)} modes that fit, the one that moves fewest bytes: rates were not measured"
+            f"of the {len(fitting)} modes that fit, the first of resident, wavefront, chunked-stream, others: no rates"
             if len(fitting) > 1
             else "it alone fits"
         )
