@@ -213,7 +213,8 @@ def _reason(chosen: ModeRow, leanest: ModeRow, rows: Sequence[ModeRow], fitting:
         words.append(f"{_among(fitting)} exposes least of its update")
     else:
         words.append(
-            f"of the {len(fitting)} modes that fit, the first of resident, wavefront, chunked-stream, others: no rates"
+            f"of the {len(fitting)} modes that fit, the first of resident, wavefront, chunked-stream and the others: rates "
+            "are not known"
             if len(fitting) > 1
             else "it alone fits"
         )
