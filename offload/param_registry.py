@@ -73,6 +73,12 @@ class ParamRegistry:
         self._records[record.param] = record
         record.active = True
 
+    def set_aside(self, records: Iterable[ParamRecord]) -> None:
+        """Keep `records`, whose parameters could not be trained for some reason, for the day when they stand in a group."""
+        for record in records:
+            self._records[record.param] = record
+            record.active = False
+
     def follow(self, groups: Sequence[dict[str, Any]]) -> tuple[list[ParamRecord], list[ParamRecord]]:
         """Let each record name its parameter's group among `groups`.
 

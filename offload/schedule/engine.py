@@ -244,7 +244,8 @@ class Engine:
         self._take_assigned_gradients()
         self._arrivals.require_kept()
         if not self.num_steps:
-            require_in_modules([r for i, r in self.records.items() if not self._ledger.fires(i)])
+            absent = [r for i, r in self.records.items() if r.active and not self._ledger.fires(i)]
+            require_in_modules(absent)
         if not self._ledger.touched and self._ranks.alone:  # others may have gradients: see `GradientSums`
             raise NoGradientError(messages.no_gradient())
         self._early.check()

@@ -69,21 +69,15 @@ class ForwardGates:
         self._warned = False
 
     def attach(self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]) -> None:
-        """Place the hooks, anew where there were some.
+        """Place the hooks, anew where there were some; these go when all new ones are there.
 
         Raises:
             ConfigError: a parameter is not in the model.
         """
-        self.remove()
-        owners = _owners(self._model)
-        self._names = {chunk.index: chunk.name for chunk in chunks}
-        gates: dict[str, list[int]] = {"": []}
-        for layer, members in self._by_layer(chunks, records).items():
-            params = [records[span.param] for chunk in members for span in chunk.spans]
-            paths = [path for record in params for path in _paths_of(record, owners)]
-            for path in set(paths) | {""} if layer is None else {_common(paths)}:
-                gates.setdefault(path, []).extend(chunk.index for chunk in members)
+        gates = self._gates(chunks, records)
         on_host = any(isinstance(record.param, DTensor) for record in records.values())
+        old = len(self._hooks)
+        self._names = {chunk.index: chunk.name for chunk in chunks}
         for path, indices in gates.items():
             module = self._model.get_submodule(path)
             hook = self._gate(module, tuple(indices), on_host=on_host)
@@ -94,12 +88,39 @@ class ForwardGates:
         for module in self._model.modules():
             self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self._land()))
             self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self._land()))
+        for hook in self._hooks[:old]:
+            hook.remove()
+        del self._hooks[:old]
 
     def remove(self) -> None:
         """Take the hooks away."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def require_members(self, records: Iterable[ParamRecord]) -> None:
+        """Raise where a forward would not wait for one of `records`, which are to come.
+
+        Raises:
+            ConfigError: a parameter is not in the model.
+        """
+        owners = _owners(self._model)
+        for record in records:
+            _paths_of(record, owners)
+
+    def _gates(self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]) -> dict[str, list[int]]:
+        """Indices of the chunks that are awaited where a module is called, by its path; the model's own, which is first."""
+        owners, units = _owners(self._model), _units(self._model)
+        gates: dict[str, list[int]] = {"": []}
+        for layer, members in self._by_layer(chunks, records).items():
+            params = [records[span.param] for chunk in members for span in chunk.spans]
+            paths = {path for record in params for path in _paths_of(record, owners)}
+            at = paths | {""} if layer is None else {_called(self._model, _common(paths))}
+            gathers = {each for path in paths for each in _gathered_with(path, units)}
+            at |= {path for path in gathers if not any(_is_inside(path, gate) for gate in at)}
+            for path in at:
+                gates.setdefault(path, []).extend(chunk.index for chunk in members)
+        return gates
 
     def _by_layer(
         self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]
@@ -193,6 +214,39 @@ def _common(paths: Iterable[str]) -> str:
             break
         shared.append(level[0])
     return ".".join(shared)
+
+
+def _called(model: nn.Module, path: str) -> str:
+    """The innermost module from `path` outwards that can be called: lists and dicts of modules cannot."""
+    while path and type(model.get_submodule(path)).forward is nn.Module.forward:
+        path = _parent(path)
+    return path
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    """Whether one is the other, or inside of it; the model, which is called first, has a gate of its own, not one for all."""
+    return path == outer or (bool(outer) and path.startswith(f"{outer}."))
+
+
+def _units(model: nn.Module) -> dict[str, list[str]]:
+    """By path of each module under FSDP2: those of all modules whose calls gather the same weights, it among them."""
+    units: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        if state is not None:
+            units.setdefault(id(state()), []).append(path)
+    return {path: paths for paths in units.values() for path in paths}
+
+
+def _gathered_with(path: str, units: Mapping[str, list[str]]) -> list[str]:
+    """Paths of the modules whose calls gather what the module at `path` owns: those of the innermost unit around it."""
+    while path and path not in units:
+        path = _parent(path)
+    return units.get(path, [])
 
 
 def _is_compiled(module: nn.Module) -> bool:
