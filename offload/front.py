@@ -409,5 +409,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._publish(back)
 
     def _before_forward(self) -> None:
-        if self._engine is not None and self._engine.flight is None:  # else the gates see to it
-            self._engine.require_untouched("a forward of the model")
+        engine = self._engine
+        if engine is None or engine.flight is not None:  # the gates see to it
+            return
+        if engine.failed and not engine.alone and torch.is_grad_enabled():
+            return  # the others would wait for this rank's shards: step() tells them, and raises
+        engine.require_untouched("a forward of the model")

@@ -6,7 +6,7 @@ that stand in them. A record is made once, whatever becomes of the group that it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch

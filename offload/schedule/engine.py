@@ -176,7 +176,10 @@ class Engine:
         self._arrivals.admit(record, self.num_steps + 1)
         try:
             self._begin()
-        except WorkerError:  # kept by the worker, raised at step(): never inside backward
+        except (
+            WorkerError
+        ) as error:  # raised at step(): never inside backward, whose gradients are lost from here on
+            self.fail(error)
             return
         if gradient is None:
             self._ledger.note_fire(record.index)
@@ -364,6 +367,15 @@ class Engine:
     def alone(self) -> bool:
         """Whether there are no other ranks that ``step()`` has to agree with."""
         return self._ranks.alone
+
+    @property
+    def failed(self) -> bool:
+        """Whether ``step()`` will raise an error of the worker."""
+        return self._worker.failed
+
+    def fail(self, error: BaseException) -> None:
+        """Have ``step()`` raise `error`, on this rank and by name of it on all others, unless there is another."""
+        self._worker.fail(error)
 
     def stop_departing(self) -> None:
         """From now on ``step()`` waits for everything."""
