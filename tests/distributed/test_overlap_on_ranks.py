@@ -116,15 +116,19 @@ def unreduced_gradients() -> None:
     for parameter in model["plain"].parameters():
         dist.broadcast(parameter.data, 0)
     with overlapped(model) as optimizer:
-        for step in range(3):
-            torch.manual_seed(0 if step == 0 else dist.get_rank())
+        saved = optimizer.state_dict()
+        for step in range(5):
+            torch.manual_seed(dist.get_rank() if step in (1, 2) else 0)
             model["plain"](model["sharded"](torch.randn(2, 8))).square().mean().backward()
-            if step < 2:
+            if step != 2:
                 optimizer.step()
                 optimizer.zero_grad()
                 continue
             with pytest.raises(offload.GradientError, match=r"differ between ranks.*rank_local"):
                 optimizer.step()
+            for parameter in model["plain"].parameters():
+                dist.broadcast(parameter.data, 0)
+            optimizer.load_state_dict(saved)  # and on with gradients that agree
 
 
 def test_unreduced_gradients_are_noticed_a_step_later(ranks: Ranks) -> None:
