@@ -387,7 +387,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._publish(records)
         except BaseException:
             # What the engine has by now it keeps; another record would be a second one of the same parameter.
-            self._registry.set_aside(record for record in records if record.index in engine.records)
+            known = [record for record in records if record.index in engine.records]
+            self._registry.set_aside(known)
+            if known:
+                self._attach_gates()  # its chunks are under way in each step
             raise
 
     def _attach_gates(self) -> None:

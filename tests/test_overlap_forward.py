@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import offload
-from offload import assembly
+from offload import assembly, restored_state
 from offload.errors import ConfigError, StateError, WorkerError
 from offload.schedule.backward_room import BackwardRoom, Queue
 from offload.schedule.flight import Flight, Mark
@@ -639,3 +639,25 @@ def test_weights_of_a_module_that_is_never_called_are_awaited_around_it(make: ty
             optimizer.synchronize()
             ends.append(snapshot(model, optimizer))
     assert_same_snapshot(*ends)
+
+
+def test_chunks_of_a_group_that_failed_half_way_have_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has them: they are under way in each step, and a forward has to wait for them."""
+    model = make_decoder()
+    first = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.2")]
+    late = [(name, p) for name, p in model.named_parameters() if name.startswith("layers.2")]
+    with offload.AdamW(first, mode="wavefront", overlap_forward=True, model=model) as optimizer:
+        monkeypatch.setattr(restored_state, "_take_waiting", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.add_param_group({"params": late})
+        monkeypatch.undo()
+        for added in (False, True):
+            if added:
+                optimizer.add_param_group({"params": late})
+            train(model, optimizer, batches(2))
+            model.zero_grad()
+        assert [int(optimizer.state[p]["step"]) for _, p in (first[0], late[0])] == [4, 2]
+
+
+def _interrupted(*arguments: Any) -> None:
+    raise KeyboardInterrupt

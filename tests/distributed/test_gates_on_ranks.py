@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -31,6 +32,10 @@ def layers_in_pairs(model: nn.Module) -> None:
     fully_shard(model)
 
 
+def one_replica(model: nn.Module) -> None:
+    replicate(model)
+
+
 def parts_of_layers(model: nn.Module) -> None:
     for layer in model.layers:
         for child in layer.children():
@@ -39,7 +44,9 @@ def parts_of_layers(model: nn.Module) -> None:
     fully_shard(model)
 
 
-WRAPPINGS = {each.__name__: each for each in (root_alone, no_root, layers_in_pairs, parts_of_layers)}
+WRAPPINGS = {
+    each.__name__: each for each in (root_alone, no_root, one_replica, layers_in_pairs, parts_of_layers)
+}
 
 
 def gathered_early(wrapping: str) -> tuple[int, list[str]]:
