@@ -7,13 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.training import optimizer_over
+from tests.distributed.training import assert_equal, mesh_of, optimizer_over, sharded_decoder, state_bits
 from tests.training import batches, loss_of, make_decoder
 
 
@@ -89,3 +90,41 @@ def test_no_weight_is_gathered_before_a_gate_has_waited_for_it(
     for gathers, early in ranks.run(gathered_early, size, wrapping):
         assert gathers
         assert early == []
+
+
+def ends_with_and_without_overlap(shape: tuple[int, ...], sizes: dict[str, Any], **options: Any) -> None:
+    """Losses of evaluation and training, and the end: a step of two micro-batches of which the first reduces nothing."""
+    mesh = mesh_of(shape, *("replicas", "shards")[-len(shape) :])
+    found = []
+    for overlap in (False, True):
+        model, losses = sharded_decoder(mesh, sizes=sizes, **options), []
+        config = {"ring_slots": 2}
+        with optimizer_over(model, "wavefront", overlap_forward=overlap, config=config) as optimizer:
+            for ids in batches(5):
+                with torch.no_grad():
+                    losses.append(loss_of(model, ids).item())
+                for part in range(2):
+                    model.set_requires_gradient_sync(part == 1)
+                    loss = loss_of(model, ids.roll(part + dist.get_rank(), 1))
+                    loss.backward()
+                    losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((losses, state_bits(model, optimizer)))
+    assert found[0][0] == found[1][0]
+    assert_equal(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "options"),
+    [
+        ((2,), {"tied": True}, {"reshard_after_forward": False}),
+        ((2,), {"checkpointing": True}, {}),
+        ((2,), {"checkpointing": False}, {}),
+        ((2, 2), {}, {}),
+    ],
+)
+def test_no_bit_changes(
+    ranks: Ranks, shape: tuple[int, ...], sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    ranks.run(ends_with_and_without_overlap, 2 * len(shape), shape, sizes, **options)
