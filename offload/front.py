@@ -193,6 +193,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     self._attach(self._registry.make_records(group, self.param_groups))
         except BaseException:
             self.param_groups.pop()
+            if self._engine is not None:
+                self._follow_groups()  # none of its parameters is trained
             raise
 
     # What happened, what is planned -----------------------------------------------------------------------------
@@ -374,10 +376,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _attach(self, records: list[ParamRecord]) -> None:
         """Train `records` from now on, with the masters that were given and the state that was loaded for them."""
         engine, masters = self._open_engine(), self._masters.of_later(records)
-        add_with_state(engine, records, masters, [self.state.get(record.param) or {} for record in records])
-        if records:
-            self._attach_gates()
-        self._publish(records)
+        if self._gates is not None:
+            self._gates.require_members(records)
+        try:
+            add_with_state(
+                engine, records, masters, [self.state.get(record.param) or {} for record in records]
+            )
+            if records:
+                self._attach_gates()
+            self._publish(records)
+        except BaseException:
+            # What the engine has by now it keeps; another record would be a second one of the same parameter.
+            known = [record for record in records if record.index in engine.records]
+            self._registry.set_aside(known)
+            if known:
+                self._attach_gates()  # its chunks are under way in each step
+            raise
 
     def _attach_gates(self) -> None:
         if self._gates is not None:
@@ -398,5 +412,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._publish(back)
 
     def _before_forward(self) -> None:
-        if self._engine is not None and self._engine.flight is None:  # else the gates see to it
-            self._engine.require_untouched("a forward of the model")
+        engine = self._engine
+        if engine is None or engine.flight is not None:  # the gates see to it
+            return
+        if engine.failed and not engine.alone and torch.is_grad_enabled():
+            return  # the others would wait for this rank's shards: step() tells them, and raises
+        engine.require_untouched("a forward of the model")

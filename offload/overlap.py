@@ -35,4 +35,5 @@ def make_gates(model: torch.nn.Module, engine: Engine, mode: str, options: Optio
         land=engine.land,
         switch_off=engine.stop_departing,
         alone=lambda: engine.alone,
+        fail=engine.fail,
     )

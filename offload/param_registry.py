@@ -6,7 +6,7 @@ that stand in them. A record is made once, whatever becomes of the group that it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,12 @@ class ParamRegistry:
         """Keep `record`, whose parameter stands in a group, from now on. Adding it again is fine."""
         self._records[record.param] = record
         record.active = True
+
+    def set_aside(self, records: Iterable[ParamRecord]) -> None:
+        """Keep `records`, whose parameters could not be trained for some reason, for the day when they stand in a group."""
+        for record in records:
+            self._records[record.param] = record
+            record.active = False
 
     def follow(self, groups: Sequence[dict[str, Any]]) -> tuple[list[ParamRecord], list[ParamRecord]]:
         """Let each record name its parameter's group among `groups`.

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import restored_state
 from offload.schedule.backlog import Backlog
 from offload.schedule.engine import Engine
 from offload.schedule.host_stepper import HostStepper
@@ -410,6 +411,35 @@ def test_a_group_added_in_mid_training() -> None:
         with pytest.raises(offload.UnsupportedDtypeError):
             optimizer.add_param_group({"params": [("half", parameter(torch.float16))]})
         assert len(optimizer.param_groups) == 2
+
+
+def test_a_group_that_failed_half_way_is_not_trained_and_may_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine had its parameters by then: they went on being stepped, and twice when the group came again."""
+    first, second = parameter(), parameter()
+    with adamw([("first", first)]) as optimizer:
+        monkeypatch.setattr(restored_state, "_take_waiting", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.add_param_group({"params": [("second", second)], "param_names": ["second"]})
+        monkeypatch.undo()
+        before = second.detach().clone()
+        for _ in range(2):
+            second.grad, first.grad = torch.ones_like(second), torch.ones_like(first)
+            optimizer.step()
+            second.grad = None
+        assert torch.equal(second, before)
+        assert second not in optimizer.state
+        optimizer.add_param_group({"params": [("second", second)]})
+        second.grad, first.grad = torch.ones_like(second), torch.ones_like(first)
+        optimizer.step()
+        assert [int(optimizer.state[each]["step"]) for each in (first, second)] == [3, 1]
+        assert len(optimizer._engine.records) == 2
+        assert not torch.equal(second, before)
+
+
+def _interrupted(*arguments: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps])

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import offload
-from offload import assembly
+from offload import assembly, restored_state
 from offload.errors import ConfigError, StateError, WorkerError
 from offload.schedule.backward_room import BackwardRoom, Queue
 from offload.schedule.flight import Flight, Mark
@@ -572,3 +572,92 @@ def test_room_is_given_by_the_largest_job_of_the_link() -> None:
 
     most = assembly.HYBRID_CHUNK_NUMEL
     assert [unit_of(1024), unit_of(7 * most), unit_of(7 * most, most)] == [most, 7 * most, most]
+
+
+# Gates that must not be lost, and must be met
+
+
+def test_a_group_whose_parameters_no_forward_waits_for_is_refused_and_the_gates_stay() -> None:
+    """They were taken away first, and from then on forwards read weights that were still on their way."""
+    model, other = make_decoder(), nn.Parameter(torch.ones(3))
+    with overlapped(model) as optimizer:
+        train(model, optimizer, batches(2))
+        chunks = len(optimizer._engine.chunks)
+        with pytest.raises(ConfigError, match="not a parameter of model="):
+            optimizer.add_param_group({"params": [("other", other)]})
+        assert len(optimizer._engine.chunks) == chunks
+        train(model, optimizer, batches(1))
+        flight = flight_of(optimizer)
+        assert flight is not None
+        assert flight.missed
+        model(batches(1)[0])
+        assert not flight.missed
+        other.sum().backward()
+        assert other.grad is not None  # nobody takes it
+
+
+class _ByHand(nn.Module):
+    """A layer that is no module with a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer["down"](layer["up"](x).relu())
+        return x
+
+
+class _Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers[1].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("make", [_ByHand, _Tied])
+def test_weights_of_a_module_that_is_never_called_are_awaited_around_it(make: type[nn.Module]) -> None:
+    ends = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        with overlapped(model, overlap=overlap) as optimizer:
+            for _ in range(4):
+                model(torch.ones(2, 8)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.synchronize()
+            ends.append(snapshot(model, optimizer))
+    assert_same_snapshot(*ends)
+
+
+def test_chunks_of_a_group_that_failed_half_way_have_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has them: they are under way in each step, and a forward has to wait for them."""
+    model = make_decoder()
+    first = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.2")]
+    late = [(name, p) for name, p in model.named_parameters() if name.startswith("layers.2")]
+    with offload.AdamW(first, mode="wavefront", overlap_forward=True, model=model) as optimizer:
+        monkeypatch.setattr(restored_state, "_take_waiting", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.add_param_group({"params": late})
+        monkeypatch.undo()
+        for added in (False, True):
+            if added:
+                optimizer.add_param_group({"params": late})
+            train(model, optimizer, batches(2))
+            model.zero_grad()
+        assert [int(optimizer.state[p]["step"]) for _, p in (first[0], late[0])] == [4, 2]
+
+
+def _interrupted(*arguments: Any) -> None:
+    raise KeyboardInterrupt

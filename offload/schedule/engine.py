@@ -176,7 +176,10 @@ class Engine:
         self._arrivals.admit(record, self.num_steps + 1)
         try:
             self._begin()
-        except WorkerError:  # kept by the worker, raised at step(): never inside backward
+        except (
+            WorkerError
+        ) as error:  # raised at step(): never inside backward, whose gradients are lost from here on
+            self.fail(error)
             return
         if gradient is None:
             self._ledger.note_fire(record.index)
@@ -244,7 +247,8 @@ class Engine:
         self._take_assigned_gradients()
         self._arrivals.require_kept()
         if not self.num_steps:
-            require_in_modules([r for i, r in self.records.items() if not self._ledger.fires(i)])
+            absent = [r for i, r in self.records.items() if r.active and not self._ledger.fires(i)]
+            require_in_modules(absent)
         if not self._ledger.touched and self._ranks.alone:  # others may have gradients: see `GradientSums`
             raise NoGradientError(messages.no_gradient())
         self._early.check()
@@ -363,6 +367,15 @@ class Engine:
     def alone(self) -> bool:
         """Whether there are no other ranks that ``step()`` has to agree with."""
         return self._ranks.alone
+
+    @property
+    def failed(self) -> bool:
+        """Whether ``step()`` will raise an error of the worker."""
+        return self._worker.failed
+
+    def fail(self, error: BaseException) -> None:
+        """Have ``step()`` raise `error`, on this rank and by name of it on all others, unless there is another."""
+        self._worker.fail(error)
 
     def stop_departing(self) -> None:
         """From now on ``step()`` waits for everything."""

@@ -41,6 +41,7 @@ class ForwardGates:
         land: completes it.
         switch_off: makes steps complete at ``step()`` from now on.
         alone: whether no other rank waits for this one.
+        fail: has ``step()`` raise an error that a forward did not raise.
 
     Raises:
         ConfigError: parts of the model are compiled already, so that hooks would not be seen.
@@ -55,6 +56,7 @@ class ForwardGates:
         land: Callable[[], None],
         switch_off: Callable[[], None],
         alone: Callable[[], bool],
+        fail: Callable[[BaseException], None],
     ) -> None:
         compiled = [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
         if compiled:
@@ -64,26 +66,23 @@ class ForwardGates:
             )
         self._model, self._layer_of = model, layer_of
         self._flight, self._land, self._switch_off, self._alone = flight, land, switch_off, alone
+        self._fail = fail
         self._hooks: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
         self._warned = False
+        self._trains: bool | None = None
+        """Inside a forward of the model: whether it was called with gradients."""
 
     def attach(self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]) -> None:
-        """Place the hooks, anew where there were some.
+        """Place the hooks, anew where there were some; these go when all new ones are there.
 
         Raises:
             ConfigError: a parameter is not in the model.
         """
-        self.remove()
-        owners = _owners(self._model)
-        self._names = {chunk.index: chunk.name for chunk in chunks}
-        gates: dict[str, list[int]] = {"": []}
-        for layer, members in self._by_layer(chunks, records).items():
-            params = [records[span.param] for chunk in members for span in chunk.spans]
-            paths = [path for record in params for path in _paths_of(record, owners)]
-            for path in set(paths) | {""} if layer is None else {_common(paths)}:
-                gates.setdefault(path, []).extend(chunk.index for chunk in members)
+        gates = self._gates(chunks, records)
         on_host = any(isinstance(record.param, DTensor) for record in records.values())
+        old = len(self._hooks)
+        self._names = {chunk.index: chunk.name for chunk in chunks}
         for path, indices in gates.items():
             module = self._model.get_submodule(path)
             hook = self._gate(module, tuple(indices), on_host=on_host)
@@ -91,15 +90,45 @@ class ForwardGates:
             self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
         # Functions, not methods: a deep copy of the model shares them, where it would copy what a method belongs to.
         self._hooks.append(self._model.register_forward_hook(lambda module, *_: self._check(module)))
+        self._hooks.append(
+            self._model.register_forward_hook(lambda module, *_: self._leave(module), always_call=True)
+        )
         for module in self._model.modules():
             self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self._land()))
             self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self._land()))
+        for replaced in self._hooks[:old]:
+            replaced.remove()
+        del self._hooks[:old]
 
     def remove(self) -> None:
         """Take the hooks away."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def require_members(self, records: Iterable[ParamRecord]) -> None:
+        """Raise where a forward would not wait for one of `records`, which are to come.
+
+        Raises:
+            ConfigError: a parameter is not in the model.
+        """
+        owners = _owners(self._model)
+        for record in records:
+            _paths_of(record, owners)
+
+    def _gates(self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]) -> dict[str, list[int]]:
+        """Indices of the chunks that are awaited where a module is called, by its path; the model's own, which is first."""
+        owners, units = _owners(self._model), _units(self._model)
+        gates: dict[str, list[int]] = {"": []}
+        for layer, members in self._by_layer(chunks, records).items():
+            params = [records[span.param] for chunk in members for span in chunk.spans]
+            paths = {path for record in params for path in _paths_of(record, owners)}
+            at = paths | {""} if layer is None else {_called(self._model, _common(paths))}
+            gathers = {each for path in paths for each in _gathered_with(path, units)}
+            at |= {path for path in gathers if not any(_is_inside(path, gate) for gate in at)}
+            for path in at:
+                gates.setdefault(path, []).extend(chunk.index for chunk in members)
+        return gates
 
     def _by_layer(
         self, chunks: Sequence[Chunk], records: Mapping[int, ParamRecord]
@@ -117,14 +146,20 @@ class ForwardGates:
         """Sharded weights are gathered on streams of their own, which a wait of the current one does not order."""
 
         def gate(module: nn.Module, arguments: Any) -> None:
+            if module is not owner:  # a copy has weights of its own
+                return
+            if module is self._model:
+                self._trains = torch.is_grad_enabled()
             flight = self._flight()
-            if flight is None or module is not owner:  # a copy has weights of its own
+            if flight is None:
                 return
             try:
                 self._await(flight, module, chunks, on_host=on_host)
             except WorkerError as error:
-                if self._alone() or not torch.is_grad_enabled():
+                # By what the model was called with: checkpoints (use_reentrant=True) call their layers without gradients.
+                if self._alone() or not (torch.is_grad_enabled() if self._trains is None else self._trains):
                     raise
+                self._fail(error)  # a deadline too: an update that comes late mends no forward that went on
                 if flight.missed:  # its first gate
                     logger.error("overlap_forward: %s; the forward goes on, and step() raises this", error)
                 flight.passed.update(flight.marks)
@@ -145,6 +180,10 @@ class ForwardGates:
                 "overlap_forward: FSDP prefetches weights in forward explicitly, ahead of their modules; the update is "
                 "awaited before each forward"
             )
+
+    def _leave(self, module: nn.Module) -> None:
+        if module is self._model:
+            self._trains = None
 
     def _check(self, module: nn.Module) -> None:
         flight = self._flight()
@@ -193,6 +232,43 @@ def _common(paths: Iterable[str]) -> str:
             break
         shared.append(level[0])
     return ".".join(shared)
+
+
+def _called(model: nn.Module, path: str) -> str:
+    """The innermost module from `path` outwards that can be called: lists and dicts of modules cannot."""
+    while path and not _has_forward(model.get_submodule(path)):
+        path = _parent(path)
+    return path
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    """Whether one is the other, or inside of it; but nothing counts as inside of the model."""
+    return path == outer or (bool(outer) and path.startswith(f"{outer}."))
+
+
+def _units(model: nn.Module) -> dict[str, list[str]]:
+    """By path of each module under FSDP2: those of all modules whose calls gather the same weights, it among them."""
+    units: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        if state is not None:
+            units.setdefault(id(state()), []).append(path)
+    return {path: paths for paths in units.values() for path in paths}
+
+
+def _gathered_with(path: str, units: Mapping[str, list[str]]) -> list[str]:
+    """Paths of the modules whose calls gather what the module at `path` owns: those of the innermost unit around it."""
+    while path and path not in units:
+        path = _parent(path)
+    return units.get(path, [])
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from offload.agreement import Share
+from offload.errors import GradientError, NoGradientError
 from offload.report import StageClock, StepReport
 from offload.schedule.flight import Departing, Flight
 from offload.schedule.foreign_writes import ForeignWrites
@@ -76,8 +77,13 @@ class Landing:
             NoGradientError, PeerError, GradientError: as `GradientSums.find`.
         """
         report, share = self._unagreed or (None, Share())
-        with self._clock.span("verdict"):
-            norm = self._sums.norm(share._replace(touched=touched))
+        try:
+            with self._clock.span("verdict"):
+                norm = self._sums.norm(share._replace(touched=touched))
+        except GradientError as error:
+            if not isinstance(error, NoGradientError):  # told on all ranks: not again after state was loaded
+                self._unagreed = None
+            raise
         if report is not None:
             self.report, self._unagreed = replace(report, grad_norm=norm), None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import offload
 from offload import assembly
+from offload.schedule.flight import Mark
+from offload.schedule.hybrid_stepper import HybridStepper
 from offload.transfer.host import LaneTransport
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_verdicts import backward, counted_collectives
@@ -113,15 +116,19 @@ def unreduced_gradients() -> None:
     for parameter in model["plain"].parameters():
         dist.broadcast(parameter.data, 0)
     with overlapped(model) as optimizer:
-        for step in range(3):
-            torch.manual_seed(0 if step == 0 else dist.get_rank())
+        saved = optimizer.state_dict()
+        for step in range(5):
+            torch.manual_seed(dist.get_rank() if step in (1, 2) else 0)
             model["plain"](model["sharded"](torch.randn(2, 8))).square().mean().backward()
-            if step < 2:
+            if step != 2:
                 optimizer.step()
                 optimizer.zero_grad()
                 continue
             with pytest.raises(offload.GradientError, match=r"differ between ranks.*rank_local"):
                 optimizer.step()
+            for parameter in model["plain"].parameters():
+                dist.broadcast(parameter.data, 0)
+            optimizer.load_state_dict(saved)  # and on with gradients that agree
 
 
 def test_unreduced_gradients_are_noticed_a_step_later(ranks: Ranks) -> None:
@@ -131,7 +138,9 @@ def test_unreduced_gradients_are_noticed_a_step_later(ranks: Ranks) -> None:
 # Failures
 
 
-def worker_fails_under_way(options: dict[str, Any]) -> tuple[str, str, float]:
+def worker_fails_under_way(
+    options: dict[str, Any], *, checkpointing: bool | None = None
+) -> tuple[str, str, float]:
     """A kernel of rank 1 fails when ``step()`` has returned: the next forward and backward go on, on all ranks."""
     logging.getLogger("offload").setLevel(logging.CRITICAL)
     made: list[LaneTransport] = []
@@ -143,7 +152,7 @@ def worker_fails_under_way(options: dict[str, Any]) -> tuple[str, str, float]:
     def fail(*arguments: Any) -> None:
         raise ValueError("a reason of its own")
 
-    model = sharded_decoder()
+    model = sharded_decoder(sizes={"checkpointing": checkpointing})
     config = {"timeout_s": 60.0, "ring_slots": 2, "backlog_tiles": 512}
     with patch.object(assembly, "make_transport", make_lanes):
         optimizer = overlapped(model, config=config, **options)
@@ -164,8 +173,32 @@ def worker_fails_under_way(options: dict[str, Any]) -> tuple[str, str, float]:
         worker._outcome.wait_failed(30.0)
         with torch.no_grad(), pytest.raises(offload.WorkerError, match="of its own"):
             model(batches(1)[0])  # nobody is told of this one
-    start = time.monotonic()
     backward(model, 3)
+    return raised_by_step(optimizer)
+
+
+def assert_told(results: list[tuple[str, str, float]], name: str, reason: str) -> None:
+    """Rank 1 raised `name`, and all others named it, long before a deadline."""
+    names = [name if rank == 1 else "PeerError" for rank in range(len(results))]
+    assert [name for name, _, _ in results] == names
+    assert all("rank(s) [1]" in message for name, message, _ in results if name == "PeerError")
+    assert reason in results[1][1]
+    assert max(waited for _, _, waited in results) < 25.0
+
+
+FAILING = [({}, None), ({**CLIPPED, "clip": "defer"}, None), ({}, True)]
+
+
+@pytest.mark.parametrize(("options", "checkpointing"), FAILING)
+def test_a_worker_that_fails_under_way_is_told_to_the_others(
+    ranks: Ranks, options: dict[str, Any], checkpointing: bool | None
+) -> None:
+    results = ranks.run(worker_fails_under_way, 3, options, checkpointing=checkpointing)
+    assert_told(results, "WorkerError", "a reason of its own")
+
+
+def raised_by_step(optimizer: offload.AdamW) -> tuple[str, str, float]:
+    start = time.monotonic()
     with pytest.raises(offload.OffloadError) as raised:
         optimizer.step()
     waited = time.monotonic() - start
@@ -173,10 +206,66 @@ def worker_fails_under_way(options: dict[str, Any]) -> tuple[str, str, float]:
     return type(raised.value).__name__, str(raised.value), waited
 
 
-@pytest.mark.parametrize("options", [{}, {**CLIPPED, "clip": "defer"}])
-def test_a_worker_that_fails_under_way_is_told_to_the_others(ranks: Ranks, options: dict[str, Any]) -> None:
-    results = ranks.run(worker_fails_under_way, 3, options)
-    assert [name for name, _, _ in results] == ["PeerError", "WorkerError", "PeerError"]
-    assert all("rank(s) [1]" in message for name, message, _ in results if name == "PeerError")
-    assert "a reason of its own" in results[1][1]
-    assert max(waited for _, _, waited in results) < 25.0
+def weights_come_too_late(where: str) -> tuple[str, str, float]:
+    """On rank 1 a wait for new weights ends at its deadline, and the update ends after that."""
+    logging.getLogger("offload").setLevel(logging.CRITICAL)
+
+    def late(*arguments: Any, **options: Any) -> None:
+        raise offload.DeadlineError("too late")
+
+    model = sharded_decoder()
+    optimizer = overlapped(model, config={"timeout_s": 60.0})
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    patched = (
+        patch.object(Mark, "wait", late)
+        if where == "forward"
+        else patch.object(HybridStepper, "settle", late)
+    )
+    failing = patched if dist.get_rank() == 1 else nullcontext()
+    if where == "forward":
+        with failing:
+            loss = loss_of(model, batches(4)[3])
+        loss.backward()
+    else:
+        loss = loss_of(model, batches(4)[3])
+        with failing:
+            loss.backward()
+    return raised_by_step(optimizer)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_weights_that_come_too_late_are_in_no_step(ranks: Ranks, where: str) -> None:
+    """The forward that went on without them had old ones, and gradients that were not taken are lost."""
+    assert_told(ranks.run(weights_come_too_late, 2, where), "DeadlineError", "too late")
+
+
+def worker_fails_between_micro_batches(overlap: bool) -> tuple[str, str, float]:
+    """On rank 1, in the first backward pass of a step: the next forward goes on."""
+    logging.getLogger("offload").setLevel(logging.CRITICAL)
+    model = sharded_decoder()
+    optimizer = optimizer_over(
+        model,
+        "wavefront",
+        model=model,
+        overlap_forward=overlap,
+        accumulation_steps=2,
+        config={"timeout_s": 60.0},
+    )
+    for step in range(2):
+        for part in range(2):
+            if (step, part) == (1, 1) and dist.get_rank() == 1:
+                optimizer._engine._worker.fail(ValueError("a reason of its own"))
+            backward(model, step)
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return raised_by_step(optimizer)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_worker_that_fails_between_micro_batches_is_told_to_the_others(ranks: Ranks, overlap: bool) -> None:
+    results = ranks.run(worker_fails_between_micro_batches, 2, overlap)
+    assert_told(results, "WorkerError", "a reason of its own")

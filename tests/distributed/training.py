@@ -66,7 +66,7 @@ def mesh_of(shape: tuple[int, ...], *names: str, device: str = "cpu") -> DeviceM
     return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
-def optimizer_over(model: nn.Module, mode: str, **options: Any) -> offload.AdamW:
+def optimizer_over(model: nn.Module, mode: str, /, **options: Any) -> offload.AdamW:
     """With small tiles, one kernel thread, and torch's kernels, which need no compilation."""
     config = {"tile_numel": 1024, "threads": 1, "timeout_s": 30.0, **options.pop("config", {})}
     arguments = {"backend": "torch", "lr": 1e-3, **options}
