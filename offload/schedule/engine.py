@@ -176,9 +176,8 @@ class Engine:
         self._arrivals.admit(record, self.num_steps + 1)
         try:
             self._begin()
-        except (
-            WorkerError
-        ) as error:  # raised at step(): never inside backward, whose gradients are lost from here on
+        except WorkerError as error:
+            # Raised at step(), never inside backward, whose gradients are lost from here on.
             self.fail(error)
             return
         if gradient is None:
