@@ -80,9 +80,8 @@ def mode_rows(
         passes: forward and backward; without them the update's time alone is given.
     """
     row_of = partial(_mode_row, run=run, budgets=budgets, rates=rates, passes=passes)
-    if (
-        config.moments != "fp32"
-    ):  # only a wavefront keeps them so; the resident step is the one with whole ones
+    if config.moments != "fp32":
+        # Only a wavefront keeps them so; the resident step is the one with whole ones.
         base = row_of("resident", config=replace(config, moments="fp32")).step_s
         return [_beside(base, row_of("wavefront", config=config))]
     rows = [row_of(mode, config=config) for mode in PLACEMENTS]

@@ -80,9 +80,10 @@ class Landing:
         try:
             with self._clock.span("verdict"):
                 norm = self._sums.norm(share._replace(touched=touched))
-        except GradientError as error:
-            if not isinstance(error, NoGradientError):  # told on all ranks: not again after state was loaded
-                self._unagreed = None
+        except NoGradientError:  # no step: the next one brings it
+            raise
+        except GradientError:  # raised on all ranks, and not again after state was loaded
+            self._unagreed = None
             raise
         if report is not None:
             self.report, self._unagreed = replace(report, grad_norm=norm), None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,7 @@ from offload.schedule.flight import Mark
 from offload.schedule.hybrid_stepper import HybridStepper
 from offload.transfer.host import LaneTransport
 from tests.distributed.ranks import Ranks
-from tests.distributed.test_verdicts import backward, counted_collectives
+from tests.distributed.test_verdicts import assert_told, backward, counted_collectives, raised_by_step
 from tests.distributed.training import assert_equal, optimizer_over, sharded_decoder, state_bits
 from tests.training import batches, loss_of
 
@@ -177,15 +176,6 @@ def worker_fails_under_way(
     return raised_by_step(optimizer)
 
 
-def assert_told(results: list[tuple[str, str, float]], name: str, reason: str) -> None:
-    """Rank 1 raised `name`, and all others named it, long before a deadline."""
-    names = [name if rank == 1 else "PeerError" for rank in range(len(results))]
-    assert [name for name, _, _ in results] == names
-    assert all("rank(s) [1]" in message for name, message, _ in results if name == "PeerError")
-    assert reason in results[1][1]
-    assert max(waited for _, _, waited in results) < 25.0
-
-
 FAILING = [({}, None), ({**CLIPPED, "clip": "defer"}, None), ({}, True)]
 
 
@@ -195,15 +185,6 @@ def test_a_worker_that_fails_under_way_is_told_to_the_others(
 ) -> None:
     results = ranks.run(worker_fails_under_way, 3, options, checkpointing=checkpointing)
     assert_told(results, "WorkerError", "a reason of its own")
-
-
-def raised_by_step(optimizer: offload.AdamW) -> tuple[str, str, float]:
-    start = time.monotonic()
-    with pytest.raises(offload.OffloadError) as raised:
-        optimizer.step()
-    waited = time.monotonic() - start
-    optimizer.close()
-    return type(raised.value).__name__, str(raised.value), waited
 
 
 def weights_come_too_late(where: str) -> tuple[str, str, float]:
