@@ -46,12 +46,8 @@ class Options:
 
     @property
     def rebalances(self) -> bool:
-        """Whether a hybrid's steps correct its shares.
-
-        How far each side is behind at ``step()`` says what to correct, unless it is hidden in the next forward: there the
-        plan stands.
-        """
-        return self.config.stream_share is None and not self.overlap_forward
+        """Whether a hybrid's steps correct its shares."""
+        return self.config.stream_share is None
 
     @property
     def fused_sums(self) -> bool:

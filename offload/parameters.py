@@ -18,6 +18,7 @@ from offload.distributed import awaited, local_shard, peek_shard, shard_like
 from offload.errors import GradientError, ParameterError, UnsupportedDtypeError
 from offload.layout import Kind, ParamSpec
 from offload.sources import Source, make_source
+from offload.streams import note_read
 
 __all__ = ["DTYPE_NAMES", "ParamRecord", "flat_view", "make_record", "require_in_modules"]
 
@@ -92,9 +93,10 @@ class ParamRecord:
         local, weight = awaited(peek_shard(gradient)), peek_shard(self.param)
         self._check_gradient(local, weight)
         if local.stride() != weight.stride() or not _is_dense(local):
-            local = torch.empty_strided(
-                weight.shape, weight.stride(), dtype=local.dtype, device=local.device
-            ).copy_(local.detach())
+            copy = torch.empty_strided(weight.shape, weight.stride(), dtype=local.dtype, device=local.device)
+            copy.copy_(local.detach())
+            note_read(local)
+            local = copy
         return flat_view(local.detach() if local.requires_grad else local, self.name)
 
     def note_weight(self) -> None:

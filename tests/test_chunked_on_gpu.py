@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import offload
+from offload.schedule.device_gradients import DeviceGradients
 from offload.schedule.stream_stepper import BUFFER_BYTES
 from offload.transfer.pinned import allocate, pinned_bytes
+from tests.device_gate import DeviceGate
 from tests.training import (
     Recorder,
     Reference,
@@ -375,3 +377,24 @@ def _duplex_bytes_per_second() -> float:
         return repeats * num_bytes / min(times)
     finally:
         slab.close()
+
+
+@pytest.mark.parametrize("flush_denormals", [False, True])
+def test_a_sum_is_made_before_another_stream_gets_the_gradient_s_memory(flush_denormals: bool) -> None:
+    """As with FSDP2 on a mesh with replicas: allocated on the reduce-scatter stream, hooks on the all-reduce stream."""
+    scatter, reduce = torch.cuda.Stream(), torch.cuda.Stream()
+    gate, sums = DeviceGate(), DeviceGradients(flush_denormals=flush_denormals)
+    with torch.cuda.stream(scatter):
+        gradients = [torch.full((2**20,), value, dtype=torch.bfloat16, device="cuda") for value in (1.0, 2.0)]
+    reduce.wait_stream(scatter)
+    gate.hold(reduce)
+    with torch.cuda.stream(reduce):
+        while gradients:
+            sums.accumulate(0, gradients.pop())
+    with torch.cuda.stream(scatter):
+        others = [torch.full((2**20,), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    scatter.synchronize()
+    gate.open()
+    reduce.synchronize()
+    assert len(others) == 4
+    assert torch.equal(sums.take(0)[0], torch.full((2**20,), 3.0, device="cuda"))

@@ -6,7 +6,9 @@ needed to issue copies; and one that sleeps until half of a long queue is gone l
 jobs there is a lane for reports of work done, which is unbounded and goes first.
 
 Nor may the program run far ahead of the device, if told so (`RUN_AHEAD`): memory of gradients that are still to be computed
-is taken all the same, and nobody is helped by it.
+is taken all the same, and nobody is helped by it. Where more may wait, because there is memory for it (`Backlog.allow`), it
+may run ahead by as much more: a device whose layers bring more gradients than that would stand still while the next ones
+are launched.
 
 Items can be put in groups. Among groups that wait, the one that came last goes first, if it is ready: where the next
 forward overlaps the update, the layer whose gradients came last is the one whose weights are needed first. Ready, because
@@ -105,7 +107,7 @@ class Backlog(Generic[T]):
         self._not_empty = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
         self._full = False
-        #: Seconds that producers have waited for room, all together.
+        #: Seconds that producers have waited because it was full, all together; not those who had run ahead.
         self.waited_s = 0.0
 
     def put(
@@ -167,7 +169,7 @@ class Backlog(Generic[T]):
                 self._lock.release()
 
     def allow(self, extra: int) -> None:
-        """From now on let so many more items wait than the depth says."""
+        """From now on let so many more items wait than the depth says, ready or not."""
         with self._lock:
             self._extra = extra
 
@@ -212,15 +214,15 @@ class Backlog(Generic[T]):
 
     def _runs_ahead(self) -> bool:
         """Whether as many of the last items as may be are still to become ready."""
-        most = self._run_ahead
-        if most is None:
+        if self._run_ahead is None:
             return False
+        most = self._run_ahead + self._extra
         while len(self._early) >= most and self._early[0]():
             self._early.popleft()
         return len(self._early) >= most
 
     def _wait_for_room(self, timeout_s: float) -> bool:
-        start = time.monotonic()
+        start, is_full = time.monotonic(), self._full
         self._num_held_up += 1
         try:
             while self._must_wait():
@@ -229,4 +231,5 @@ class Backlog(Generic[T]):
             return True
         finally:
             self._num_held_up -= 1
-            self.waited_s += time.monotonic() - start
+            if is_full:
+                self.waited_s += time.monotonic() - start

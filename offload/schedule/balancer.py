@@ -3,6 +3,9 @@
 The plan divides a hybrid's state by measured rates; what backward leaves of them is only seen in steps. So after each of
 the first steps the two sides are compared: whichever was further behind gives chunks to the other. Only chunks that were
 planned as streamed can move, since only their state is pinned.
+
+Where the next forward overlaps the update, both sides end in it, and are compared when the step has landed. How long that
+forward waited for either is not asked: two sides that end together leave the most room before it has to.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ class Balancer:
         all: the balance lies between the two.
 
         Args:
-            host_s, stream_s: how far each was behind backward, in seconds: when it was done, counted from the call that
-                waited for both, and how long it held backward up before.
+            host_s, stream_s: how far each was behind backward, in seconds: when it was done, counted from ``step()``, when
+                all of its work was submitted, and how long its full queue held backward up before.
         """
         self._steps += 1
         if not self._settled and self._steps <= FIRST_STEPS:

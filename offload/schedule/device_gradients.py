@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from offload.streams import note_read
+
 __all__ = ["DeviceGradients"]
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -37,6 +39,7 @@ class DeviceGradients:
                 _add_flushed(part, fresh.to(torch.float32, copy=True))
         else:
             total.add_(gradient)
+        note_read(gradient)
 
     def hold(self, param: int, gradient: torch.Tensor) -> None:
         """Keep a gradient as the last one; one that is held already is accumulated first."""

@@ -29,6 +29,7 @@ from offload.schedule.stepper import BlockSums, Rows
 from offload.schedule.updater import Updater
 from offload.schedule.weights import check_given_master, load_weight, store_weight
 from offload.schedule.worker import Call, Worker
+from offload.streams import note_read
 from offload.transfer.deadline import synchronize_device
 from offload.transfer.transport import Signal
 
@@ -293,11 +294,9 @@ class DeviceStepper:
         """Gradients were made on backward's stream and are used on the current one: the allocator must know."""
         tile = self._tile(resident, with_sums=self._fused_sums)
         self._run(lambda: self._updater.update(tile, row))
-        if self._on_gpu:
-            stream = torch.cuda.current_stream(self._device)
-            for gradient in (tile.grad, tile.acc):
-                if gradient is not None:
-                    gradient.record_stream(stream)
+        for gradient in (tile.grad, tile.acc):
+            if gradient is not None:
+                note_read(gradient)
         resident.record.note_write()
 
     def _run(self, function: Callable[[], None]) -> None:

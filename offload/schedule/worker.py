@@ -145,7 +145,7 @@ class Worker:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that `submit` has waited for room in the queue since the beginning."""
+        """Seconds that `submit` has waited because the queue was full, since the beginning."""
         return self._inbox.waited_s
 
     @property

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import offload
 from offload import assembly
 from offload.schedule.flight import Mark
+from offload.schedule.hybrid_plan import MAX_SLOTS
 from offload.schedule.mode_costs import Placement
 from offload.transfer.host import LaneTransport
 from tests.distributed.ranks import Ranks
@@ -28,6 +29,8 @@ from tests.training import Recorder, batches, loss_of
 CHUNK = 2048
 """Elements of a hybrid's chunks, and from which on a parameter is divided: shards of the embedding are above it."""
 
+BUFFERS = MAX_SLOTS * 12 * 1024
+"""Bytes of a hybrid's device buffers, of tiles as small as `optimizer_over` has them."""
 
 TIED = {"vocabulary": 397, "tied": True}
 """The embedding is the head, too: the parameter whose gradient is complete last, on each rank some of the rows."""
@@ -42,9 +45,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 def hybrid(model: Any, cache: str, **options: Any) -> offload.AdamW:
     """Half of what can be is streamed, on rank 0, and less on others: rates differ between processes."""
     share = 0.5 if dist.get_rank() == 0 else 0.25
+    on_gpu = next(model.parameters()).is_cuda
     config = {
         "stream_share": share,
-        "device_budget": 0,
+        "device_budget": BUFFERS if on_gpu else 0,  # and no state
         "kernel_cache_dir": cache,
         "timeout_s": 120.0,  # the first ranks compile, all at the same time
         **options.pop("config", {}),
