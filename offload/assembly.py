@@ -337,6 +337,8 @@ def _make_hybrid_stream(
     parts: Parts, budget: Budget, updater: Updater, issuer: Worker | None
 ) -> StreamStepper:
     transport, num_slots = _watched_transport(parts), parts.made.num_slots or NUM_SLOTS
+    if isinstance(transport, CudaTransport):
+        transport.take_turns()  # with backward's own copies, and with the host's gradients and weights
     stepper = StreamStepper(
         transport=transport,
         slabs=make_slab_maker(parts, budget),

@@ -157,12 +157,12 @@ def on_copies(
         made.append(transport)
         return transport
 
-    def late(self: CudaTransport, stream: torch.cuda.Stream, copies: Any, after: Any) -> Any:
+    def late(self: CudaTransport, used: Any, copies: Any, after: Any) -> Any:
         mine = made[("host", "stream").index(side)] if len(made) == 2 else None
-        if self is mine and stream is getattr(self, lane) and copies:
-            with torch.cuda.stream(stream):
-                act(stream)
-        return enqueue(self, stream, copies, after)
+        if self is mine and used is getattr(self, lane) and copies:
+            with torch.cuda.stream(used.stream):
+                act(used.stream)
+        return enqueue(self, used, copies, after)
 
     monkeypatch.setattr(assembly, "make_transport", noted)
     monkeypatch.setattr(CudaTransport, "_enqueue", late)

@@ -1,7 +1,8 @@
 """Copies on their own CUDA streams.
 
-Two streams, one per direction, because PCIe carries both at once: 96 GB/s against 55 for either alone. Copies and events
-go to the driver without torch, see `offload.driver`: a copy leaves the version of its destination as it is.
+One for each direction, because PCIe carries both at once (96 GB/s against 55 for either alone), or two that take turns.
+Copies and events go to the driver without torch, see `offload.driver`: a copy leaves the version of its destination as
+it is.
 
 Note [Who keeps a crossing tensor alive]
 A gradient is freed in its hook while the copy stream still reads it, and the caching allocator, which knows
@@ -16,13 +17,21 @@ The host cannot wait for a CUDA event with a deadline, other than by polling. ``
 is called on the worker, and the public calls that wait for the worker have the deadline. ``synchronize`` and
 ``close``, which are called on the user's thread, wait on a helper thread and so do have one (and stay open to
 Ctrl-C).
+
+Note [Turns]
+A copy engine stays with a stream until it has no copy that can begin: whatever other streams have for the same direction
+waits for the end of the burst, however small it is. State that is streamed comes in bursts of gigabytes, and behind them
+waited gradients and weights of the host's chunks, and, in the middle of backward, the pointers that FSDP2's kernels get
+by a copy: the device's computation stood still for it. So a direction may have two streams that take turns: after
+`TURN_BYTES` the other one goes on, when the event of the first has passed. At that moment the engine has nothing of
+ours that can begin, and others get in. Order stays what it was, and so does the rate, within 2 % (``bench_turns.py``).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -32,11 +41,14 @@ from offload.transfer.deadline import run_within
 from offload.transfer.pinned import is_pinned
 from offload.transfer.transport import Copy, Ready, Signal, Transfer, check_copies, record_time
 
-__all__ = ["CudaTransport"]
+__all__ = ["TURN_BYTES", "CudaTransport"]
+
+TURN_BYTES = 32 * 2**20
+"""What a stream copies before another one gets its turn: 0.6 ms of a PCIe 5 link."""
 
 
 class CudaTransport:
-    """The real transport: a device-to-host and a host-to-device stream, and pools of events.
+    """The real transport: device-to-host and host-to-device streams, and pools of events.
 
     Host sides should be slab views that are registered: from pageable memory CUDA copies through a buffer of
     its own, at 7 GB/s, and blocks the issuing thread; the result is right all the same.
@@ -51,9 +63,9 @@ class CudaTransport:
         """
         self.device = _with_index(device)
         self._timeout_s = timeout_s
-        self._to_host = torch.cuda.Stream(self.device)
-        self._to_device = torch.cuda.Stream(self.device)
         self._ready_events = _EventPool(blocking=False)
+        self._to_host = _Lane(self.device, self._ready_events)
+        self._to_device = _Lane(self.device, self._ready_events)
         # Blocking events sleep in the driver; others spin on a core that the update kernel needs.
         self._end_events = _EventPool(blocking=True)
         self._attached_threads: frozenset[int] = frozenset()
@@ -68,8 +80,14 @@ class CudaTransport:
         host transports do under the same schedule.
         """
         torch.cuda.set_device(self.device)
-        self._to_host.query()  # setting the device need not bind its context to the thread, a call of the runtime does
+        # Setting the device need not bind its context to the thread, a call of the runtime does.
+        self._to_host.stream.query()
         self._attached_threads |= {threading.get_ident()}
+
+    def take_turns(self) -> None:
+        """From now on large copies let those of other streams in between. See Note [Turns]."""
+        self._to_host.take_turns()
+        self._to_device.take_turns()
 
     def record_ready(self) -> Ready:
         """Mark the present end of the calling thread's current stream on the device."""
@@ -85,32 +103,35 @@ class CudaTransport:
         """Start host-to-device copies behind ``after``; earlier transfers of this direction end first."""
         return self._issue(self._to_device, copies, after)
 
-    def _issue(self, stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
+    def _issue(self, lane: _Lane, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
         if self._closed:
             raise ClosedError("the transport was closed: no copy can be issued any more")
         if threading.get_ident() in self._attached_threads:
-            return self._enqueue(stream, copies, after)
+            with lane.lock:
+                return self._enqueue(lane, copies, after)
         check_copies(copies)
-        with torch.cuda.stream(stream):
-            stream.query()  # a call of the runtime makes the context current, which the driver needs
-            return self._enqueue(stream, copies, after)
+        with lane.lock, torch.cuda.stream(lane.stream):
+            lane.stream.query()  # a call of the runtime makes the context current, which the driver needs
+            return self._enqueue(lane, copies, after)
 
-    def _enqueue(self, stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
+    def _enqueue(self, lane: _Lane, copies: Sequence[Copy], after: Sequence[Ready]) -> Transfer:
         """Waits, copies and the end's event."""
-        handle, num_bytes = stream.cuda_stream, 0
+        num_bytes = 0
         end = self._end_events.take()
         for ready in after:
-            _own(ready).hold_back(stream)
-        begun = record_time(stream) if self.is_timing else None
+            _own(ready).hold_back(lane.stream)
+        begun = record_time(lane.stream) if self.is_timing else None
         for dst, src in copies:
             if src.nbytes:
                 to, source = dst.data_ptr(), src.data_ptr()
-                fast = is_pinned(to if stream is self._to_host else source)
+                fast = is_pinned(to if lane is self._to_host else source)
                 copy = driver().copy if fast else driver().slow_copy
-                check(copy(to, source, src.nbytes, handle), "a copy")
+                for start, length in lane.pieces(src.nbytes):
+                    check(copy(to + start, source + start, length, lane.stream.cuda_stream), "a copy")
+                    lane.note(length)
                 num_bytes += src.nbytes
-        times = None if begun is None else (begun, record_time(stream))
-        end.record(stream)
+        times = None if begun is None else (begun, record_time(lane.stream))
+        end.record(lane.stream)
         transfer = Transfer(copies, end, num_bytes)
         transfer.times = times
         return transfer
@@ -147,8 +168,8 @@ class CudaTransport:
 
         def drain() -> None:
             with torch.cuda.device(self.device):
-                self._to_host.synchronize()
-                self._to_device.synchronize()
+                for stream in (*self._to_host.streams, *self._to_device.streams):
+                    stream.synchronize()
 
         run_within(self._timeout_s, drain, f"copies on {self.device}")
 
@@ -158,6 +179,43 @@ class CudaTransport:
             return
         self._closed = True
         self.synchronize()
+
+
+class _Lane:
+    """One direction: a stream, or two that take turns, of which one waits for the other at any time. See Note [Turns].
+
+    `lock` is held while copies are issued: each turn is passed on by whoever issued the copy that ended it.
+    """
+
+    def __init__(self, device: torch.device, events: _EventPool) -> None:
+        self.streams = [torch.cuda.Stream(device)]
+        self.lock = threading.Lock()
+        self._device, self._events = device, events
+        self._turn = self._num_bytes = 0
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The one whose turn it is: behind all that was issued before."""
+        return self.streams[self._turn]
+
+    def take_turns(self) -> None:
+        """See `CudaTransport.take_turns`."""
+        if len(self.streams) == 1:
+            self.streams.append(torch.cuda.Stream(self._device))
+
+    def pieces(self, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """Where to cut a copy: starts and lengths in bytes."""
+        longest = num_bytes if len(self.streams) == 1 else TURN_BYTES
+        return ((start, min(longest, num_bytes - start)) for start in range(0, num_bytes, longest))
+
+    def note(self, num_bytes: int) -> None:
+        """So much was issued on `stream`: pass the turn on, if it was long enough."""
+        self._num_bytes += num_bytes
+        if len(self.streams) > 1 and self._num_bytes >= TURN_BYTES:
+            passed = self._events.take()
+            passed.record(self.stream)
+            self._turn, self._num_bytes = 1 - self._turn, 0
+            passed.hold_back(self.stream)
 
 
 class _PooledEvent:

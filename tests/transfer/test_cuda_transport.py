@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from offload.errors import ClosedError, ConfigError
-from offload.transfer import pinned
-from offload.transfer.cuda import CudaTransport
+from offload.transfer import cuda, pinned
+from offload.transfer.cuda import TURN_BYTES, CudaTransport
 from offload.transfer.pinned import Slab, allocate, mapped_bytes, pinned_bytes
 from offload.transfer.ring import Ring
 from offload.transfer.transport import Copy, TransferState
+from tests.device_gate import DeviceGate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -32,10 +33,14 @@ NUMEL = 1 << 20
 SLEEP_CYCLES = 200_000_000
 
 
-@pytest.fixture
-def transport() -> Iterator[CudaTransport]:
+@pytest.fixture(params=["one stream", "turns"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaTransport]:
+    """Of the second kind with pieces so small that each copy of a test is cut, and changes streams several times."""
     torch.cuda.synchronize()
     transport = CudaTransport("cuda", timeout_s=60.0)
+    if request.param == "turns":
+        monkeypatch.setattr(cuda, "TURN_BYTES", 300_000)
+        transport.take_turns()
     yield transport
     transport.close()
 
@@ -264,3 +269,74 @@ def test_slabs_that_were_not_asked_to_pin_stay_pageable() -> None:
         slab.register()
     assert not slab.tensor(torch.float32).is_pinned()
     slab.close()
+
+
+# Turns
+
+
+@pytest.fixture(scope="module")
+def burst() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both sides of 20 ms of copies, 32 turns."""
+    slab = allocate(32 * TURN_BYTES, name="test-burst", pin=True, fallback_pageable=False)
+    host = slab.tensor(torch.uint8)
+    yield host, torch.zeros(host.numel(), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    slab.close()
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_others_get_their_turn_in_a_burst(
+    burst: tuple[torch.Tensor, torch.Tensor], takes_turns: bool
+) -> None:
+    """A value that backward asks for does not wait for gigabytes of state; the control shows that it would."""
+    host, card = burst
+    host.fill_(1)
+    card.zero_()
+    transport = CudaTransport("cuda", timeout_s=60.0)
+    if takes_turns:
+        transport.take_turns()
+    value, seen = torch.ones(1024, device="cuda"), torch.zeros(1024).pin_memory()
+    gate, asking = DeviceGate(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    gate.hold(asking)
+    with torch.cuda.stream(asking):
+        ready = transport.record_ready()  # of both: the burst is enqueued as a whole, and begins first
+        torch.cuda._sleep(SLEEP_CYCLES // 50)
+        seen.copy_(value, non_blocking=True)
+        asked = torch.cuda.Event()
+        asked.record()
+    transfer = transport.issue_to_host([Copy(host, card)], [ready])
+    gate.open()
+    asked.synchronize()
+    is_over = transport.is_done(transfer)
+    transport.wait(transfer)
+    transport.close()
+    assert not host.any()
+    assert seen.all()
+    assert is_over is not takes_turns
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_copies_of_one_direction_keep_their_order_over_turns(
+    burst: tuple[torch.Tensor, torch.Tensor], to_host: bool
+) -> None:
+    """A large copy, then a small one over its end: the small one is what stays."""
+    host, card = burst
+    host.fill_(1)
+    card.zero_()
+    transport = CudaTransport("cuda", timeout_s=60.0)
+    transport.take_turns()
+    last = slice(-MIB, None)
+    late_card = torch.full((MIB,), 2, dtype=torch.uint8, device="cuda")
+    late_host = torch.full((MIB,), 2, dtype=torch.uint8).pin_memory()
+    torch.cuda.synchronize()
+    if to_host:
+        issue, copies = transport.issue_to_host, [Copy(host, card), Copy(host[last], late_card)]
+    else:
+        issue, copies = transport.issue_to_device, [Copy(card, host), Copy(card[last], late_host)]
+    for transfer in [issue([copy], []) for copy in copies]:
+        transport.wait(transfer)
+    transport.close()
+    target, first = (host, 0) if to_host else (card, 1)
+    assert (target[last] == 2).all()
+    assert (target[:-MIB] == first).all()
