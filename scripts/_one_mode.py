@@ -110,6 +110,7 @@ def build_model_and_measure(
         seed=seed,
         shard=world.shard,
     )
+    world.barrier()  # ranks share the host's memory: each must see what the others leave
     return model, measure_rates(device, parse_assignments(args.config).get("threads"))
 
 
