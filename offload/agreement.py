@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from offload.config import sample
 from offload.distributed import mesh_ranks
 from offload.errors import GradientError, OffloadError, ParameterError, PeerError
 
@@ -67,11 +68,18 @@ class Ranks:
     Args:
         timeout_s: deadline of the collective, in seconds.
         is_local: of a plain parameter's name: whether it is another one on each rank.
+        rank_local: the option that says so, for messages.
     """
 
-    def __init__(self, timeout_s: float, is_local: Callable[[str], bool] = lambda name: False) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        is_local: Callable[[str], bool] = lambda name: False,
+        rank_local: object = None,
+    ) -> None:
         self._timeout_s = timeout_s
-        self._is_local = is_local
+        self._is_local, self._rank_local = is_local, rank_local
+        self._replicas: dict[str, None] = {}
         self._members: frozenset[int] = frozenset()
         self._group: Any = None
         self._device = torch.device("cpu")
@@ -107,7 +115,10 @@ class Ranks:
                 placement.is_replicate() and coordinate[dim] for dim, placement in placements
             )
             return Part.OWN if first else Part.OTHERS
-        return Part.OWN if not self._members or self._is_local(name) else Part.REPLICA
+        if not self._members or self._is_local(name):
+            return Part.OWN
+        self._replicas[name] = None
+        return Part.REPLICA
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -147,9 +158,10 @@ class Ranks:
         sums = [each.replica_sum for each in shares]
         if len({each for each in sums if not math.isnan(each)}) > 1:
             raise GradientError(
-                f"gradients of parameters outside of FSDP differ between ranks (their squared sums are {sums}): they were "
-                "not reduced. Put them under fully_shard or replicate, or reduce their gradients after backward and before "
-                "step(); parameters that are meant to differ are named by OffloadConfig(rank_local=...)"
+                f"gradients of parameters outside of FSDP ({sample(list(self._replicas))}) differ between ranks (their "
+                f"squared sums are {sums}): they were not reduced. Put them under fully_shard or replicate, or reduce their "
+                "gradients after backward and before step(); parameters that are meant to differ are named by "
+                f"OffloadConfig(rank_local=...), which is {self._rank_local!r}"
             )
 
     def _tell_failure(self) -> None:
