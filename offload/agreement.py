@@ -82,8 +82,9 @@ class Ranks:
         self._replicas: dict[str, None] = {}
         self._members: frozenset[int] = frozenset()
         self._group: Any = None
+        self._is_grouped = True
         self._device = torch.device("cpu")
-        self._told = False
+        self._in_step = self._told = False
 
     @property
     def alone(self) -> bool:
@@ -91,7 +92,7 @@ class Ranks:
         return len(self._members) <= 1
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
-        """Parameters have come. Collective among the members where these are not all ranks of the program.
+        """Parameters have come. Local: a group of the members is made when they first exchange something.
 
         Raises:
             ParameterError: a parameter is a partial sum.
@@ -103,8 +104,7 @@ class Ranks:
                     raise ParameterError(f"a parameter with placements {param.placements} is not whole")
                 self._device = _device_of(param)
         if members != self._members:
-            self._members = members
-            self._group = _group_of(members)
+            self._members, self._is_grouped = members, False
 
     def part_of(self, param: torch.Tensor, name: str) -> Part:
         """How the sum over the local shard of `param` counts."""
@@ -121,15 +121,26 @@ class Ranks:
         return Part.REPLICA
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around each step: an error that comes before `combine` is told to the others, who wait there."""
-        self._told = False
+    def step(self, tells: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Around each step: an error that comes before `combine` is told to the others, who wait there.
+
+        Within another one it is a part of that.
+
+        Args:
+            tells: asked when there is an error: whether the others wait there.
+        """
+        if self._in_step:
+            yield
+            return
+        self._in_step, self._told = True, False
         try:
             yield
         except Exception:
-            if not self._told:
+            if not self._told and tells():
                 self._tell_failure()
             raise
+        finally:
+            self._in_step = False
 
     def combine(self, share: Share) -> Agreement:
         """Bring `share` and see what all brought. To be called once in each `step`, on all ranks.
@@ -176,9 +187,12 @@ class Ranks:
             return [share]
         mine = torch.tensor([float(value) for value in share], dtype=torch.float64, device=self._device)
         rows = torch.empty(len(self._members) * len(mine), dtype=torch.float64, device=self._device)
+        timeout = dt.timedelta(seconds=min(self._timeout_s, dt.timedelta.max.total_seconds()))
         try:
+            if not self._is_grouped:
+                self._group, self._is_grouped = _group_of(self._members, timeout), True
             work = dist.all_gather_into_tensor(rows, mine, group=self._group, async_op=True)
-            work.wait(dt.timedelta(seconds=min(self._timeout_s, dt.timedelta.max.total_seconds())))
+            work.wait(timeout)
             gathered = rows.view(-1, len(mine)).tolist()
         except (RuntimeError, ValueError) as error:
             raise PeerError(
@@ -199,8 +213,8 @@ def _device_of(param: DTensor) -> torch.device:
     )
 
 
-def _group_of(members: frozenset[int]) -> Any:
-    """A process group of these ranks; None is the default group."""
+def _group_of(members: frozenset[int], timeout: dt.timedelta) -> Any:
+    """A process group of these ranks, which all call this; None is the default group."""
     if len(members) == dist.get_world_size():
         return None
-    return dist.new_group(sorted(members), use_local_synchronization=True)
+    return dist.new_group(sorted(members), timeout=timeout, use_local_synchronization=True)

@@ -40,6 +40,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from offload.errors import (
     NoGradientError,
     NonFiniteGradientError,
     OffloadError,
+    StateError,
     WorkerError,
 )
 from offload.layout import Chunk, build_chunks
@@ -131,6 +133,7 @@ class Engine:
         self.before_first: Callable[[], None] = _nothing
         self._begun = False
         self._closed = False
+        self._refusal: StateError | None = None
 
     # Parameters -------------------------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class Engine:
         if self._ledger.fires(record.index) and record.source.dropped:
             raise MidStepError(messages.dropped(record.name))
         gradient = record.source.take()
-        if (gradient is None and not record.source.stays) or self._worker.failed:
+        if (gradient is None and not record.source.stays) or self.failed:
             return
         self._guard.require_whole("backward")
         self._arrivals.admit(record, self.num_steps + 1)
@@ -223,12 +226,22 @@ class Engine:
 
     # The step ---------------------------------------------------------------------------------------------------
 
+    def announced(self, *, has_backward: bool = False) -> AbstractContextManager[None]:
+        """Around what comes ahead of `step` in the same call: its errors are told to the other ranks, who wait there.
+
+        Args:
+            has_backward: forward and backward of the step run in it. Their errors are told only once they have ended: until
+                then the others wait for this rank in FSDP's collectives, and would meet ours instead.
+        """
+        return self._ranks.step(lambda: not has_backward or self._arrivals.complete)
+
     def step(self) -> None:
         """Apply what came since the last step.
 
         Raises:
             NoGradientError: nothing came.
             MidStepError: the last backward pass did not end.
+            StateError: what `fail` was given; nothing was changed, and the gradients are dropped.
             HyperparameterChangedError: see there.
             NonFiniteGradientError: the policy is to raise; nothing was changed.
             WorkerError: the worker failed.
@@ -242,6 +255,10 @@ class Engine:
         self._worker.raise_error()
         self._guard.require_whole("step()")
         self.land()
+        if self._refusal is not None:
+            refusal = self._refusal
+            self.reset()
+            raise refusal
         self._arrivals.require_usable()
         self._take_assigned_gradients()
         self._arrivals.require_kept()
@@ -369,12 +386,18 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether ``step()`` will raise an error of the worker."""
-        return self._worker.failed
+        """Whether ``step()`` will raise what `fail` was given, or an error of the worker. No gradient is taken then."""
+        return self._worker.failed or self._refusal is not None
 
-    def fail(self, error: BaseException) -> None:
-        """Have ``step()`` raise `error`, on this rank and by name of it on all others, unless there is another."""
-        self._worker.fail(error)
+    def fail(self, error: OffloadError) -> None:
+        """Have ``step()`` raise `error`, on this rank and by name of it on all others, unless there is another.
+
+        A `StateError` is of the coming step alone: it ends with that, or with its gradients.
+        """
+        if isinstance(error, StateError):
+            self._refusal = self._refusal or error
+        else:
+            self._worker.fail(error)
 
     def stop_departing(self) -> None:
         """From now on ``step()`` waits for everything."""
@@ -422,6 +445,7 @@ class Engine:
         Raises:
             MidStepError: parts of the step were applied already.
         """
+        self._refusal = None
         if self._guard.changing != RESET:
             self._guard.require_whole("zero_grad()")
             if not self._arrivals.pending:
@@ -445,7 +469,7 @@ class Engine:
         self._stepper.finish()
         self._arrivals.forget()
         self._stepper.end_step([chunk.index for chunk in self.chunks])
-        self._begun = False
+        self._begun, self._refusal = False, None
         self._early.end_step()
         self._guard.end()
 
