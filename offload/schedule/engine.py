@@ -256,7 +256,7 @@ class Engine:
         self._guard.require_whole("step()")
         self.land()
         if self._refusal is not None:
-            refusal = self._refusal
+            refusal, self._refusal = self._refusal, None
             self.reset()
             raise refusal
         self._arrivals.require_usable()
@@ -392,7 +392,7 @@ class Engine:
     def fail(self, error: OffloadError) -> None:
         """Have ``step()`` raise `error`, on this rank and by name of it on all others, unless there is another.
 
-        A `StateError` is of the coming step alone: it ends with that, or with its gradients.
+        A `StateError` is of the coming step alone, also where ``zero_grad()`` comes before its backward.
         """
         if isinstance(error, StateError):
             self._refusal = self._refusal or error
@@ -445,7 +445,6 @@ class Engine:
         Raises:
             MidStepError: parts of the step were applied already.
         """
-        self._refusal = None
         if self._guard.changing != RESET:
             self._guard.require_whole("zero_grad()")
             if not self._arrivals.pending:
@@ -469,13 +468,14 @@ class Engine:
         self._stepper.finish()
         self._arrivals.forget()
         self._stepper.end_step([chunk.index for chunk in self.chunks])
-        self._begun, self._refusal = False, None
+        self._begun = False
         self._early.end_step()
         self._guard.end()
 
     def begin_loading(self) -> None:
         """State is about to be overwritten, whatever became of it; `take_masters` ends that."""
         self.land()  # what is under way was committed
+        self._refusal = None
         self._early.roll_back(self.num_steps + 1, restore=True)  # masters may be taken from the weights
         self.reset()
         self._guard.begin("load_state_dict()")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -240,9 +241,14 @@ class Skipping(nn.Module):
         return x
 
 
-def train_with_a_plain_layer(model: nn.Module, step: int, *, skips: bool) -> None:
+def train_with_a_plain_layer(
+    model: nn.Module, step: int, *, skips: bool, between: Callable[[], None] = lambda: None
+) -> None:
+    """`between`: called after forward."""
     torch.manual_seed(step)
-    model(torch.randn(2, 8), skips).square().mean().backward()
+    loss = model(torch.randn(2, 8), skips).square().mean()
+    between()
+    loss.backward()
 
 
 LOCAL = {"config": {"timeout_s": 60.0, "rank_local": "layers.1"}}
@@ -261,21 +267,26 @@ def trained_with_a_plain_layer(parts: int = 1, **options: Any) -> tuple[nn.Modul
     return model, optimizer
 
 
-def layer_left_out_on_one_rank(options: dict[str, Any], parts: int) -> tuple[str, str, float]:
+def layer_left_out_on_one_rank(options: dict[str, Any], parts: int, between: str) -> tuple[str, str, float]:
     model, optimizer = trained_with_a_plain_layer(parts, **options)
     assert is_under_way(optimizer)
     is_mine = dist.get_rank() == 1
     for part in range(parts):
-        train_with_a_plain_layer(model, 3, skips=is_mine and part == 0)
+        rest = getattr(optimizer, between) if part == 0 else lambda: None
+        train_with_a_plain_layer(model, 3, skips=is_mine and part == 0, between=rest)
     assert not (is_mine and optimizer._engine._ledger.touched)
     return raised_by_step(optimizer)
 
 
-@pytest.mark.parametrize(("options", "parts"), [({}, 1), ({}, 2), (CLIPPED, 1)])
+@pytest.mark.parametrize(
+    ("options", "parts", "between"),
+    [({}, 1, "zero_grad"), ({}, 2, "synchronize"), (CLIPPED, 1, "synchronize")],
+)
 def test_a_layer_that_one_rank_leaves_out_is_told_to_the_others(
-    ranks: Ranks, options: dict[str, Any], parts: int
+    ranks: Ranks, options: dict[str, Any], parts: int, between: str
 ) -> None:
-    results = ranks.run(layer_left_out_on_one_rank, 2, options, parts)
+    """Also where gradients are cleared between forward and backward."""
+    results = ranks.run(layer_left_out_on_one_rank, 2, options, parts, between)
     assert_told(results, "StateError", "did not call the modules of layers.1")
 
 
