@@ -31,6 +31,9 @@ __all__ = ["Agreement", "Part", "Ranks", "Share"]
 
 logger = logging.getLogger(__name__)
 
+LONGEST_S = 1e9
+"""Of a wait: thirty years, which clocks in nanoseconds hold."""
+
 
 class Part(Enum):
     """Whose part of a global sum a parameter's local sum is."""
@@ -187,12 +190,11 @@ class Ranks:
             return [share]
         mine = torch.tensor([float(value) for value in share], dtype=torch.float64, device=self._device)
         rows = torch.empty(len(self._members) * len(mine), dtype=torch.float64, device=self._device)
-        timeout = dt.timedelta(seconds=min(self._timeout_s, dt.timedelta.max.total_seconds()))
         try:
             if not self._is_grouped:
-                self._group, self._is_grouped = _group_of(self._members, timeout), True
+                self._group, self._is_grouped = _group_of(self._members, self._timeout_s), True
             work = dist.all_gather_into_tensor(rows, mine, group=self._group, async_op=True)
-            work.wait(timeout)
+            work.wait(_duration(self._timeout_s))
             gathered = rows.view(-1, len(mine)).tolist()
         except (RuntimeError, ValueError) as error:
             raise PeerError(
@@ -213,8 +215,15 @@ def _device_of(param: DTensor) -> torch.device:
     )
 
 
-def _group_of(members: frozenset[int], timeout: dt.timedelta) -> Any:
+def _group_of(members: frozenset[int], timeout_s: float) -> Any:
     """A process group of these ranks, which all call this; None is the default group."""
     if len(members) == dist.get_world_size():
         return None
+    # Its own watch, which ends the process with NCCL, is to come after our waits, which raise.
+    timeout = _duration(2 * timeout_s)
     return dist.new_group(sorted(members), timeout=timeout, use_local_synchronization=True)
+
+
+def _duration(seconds: float) -> dt.timedelta:
+    """`LONGEST_S` at most."""
+    return dt.timedelta(seconds=min(seconds, LONGEST_S))

@@ -159,9 +159,7 @@ class ForwardGates:
             except WorkerError as error:
                 if self._raises_here:
                     raise
-                self._hand_over(
-                    error, flight
-                )  # a deadline too: an update that comes late mends no forward that went on
+                self._hand_over(error, flight)
 
         return gate
 
@@ -173,7 +171,7 @@ class ForwardGates:
         return self._alone() or not trains
 
     def _hand_over(self, error: OffloadError, flight: Flight) -> None:
-        self._fail(error)
+        self._fail(error)  # a deadline too: an update that comes late mends no forward that went on
         if flight.missed:  # its first error
             logger.error("%s; this forward goes on, and step() raises the error", error)
         flight.passed.update(flight.marks)

@@ -290,6 +290,24 @@ def test_a_layer_that_one_rank_leaves_out_is_told_to_the_others(
     assert_told(results, "StateError", "did not call the modules of layers.1")
 
 
+def layer_left_out_while_the_update_is_late() -> tuple[str, str, float]:
+    """On rank 1 the forward that left it out waits for the update, in vain."""
+
+    def late(*arguments: Any) -> None:
+        raise offload.DeadlineError("too late")
+
+    model, optimizer = trained_with_a_plain_layer()
+    is_mine = dist.get_rank() == 1
+    with patch.object(HybridStepper, "settle", late) if is_mine else nullcontext():
+        loss = model(torch.ones(2, 8), is_mine).square().mean()
+    loss.backward()
+    return raised_by_step(optimizer)
+
+
+def test_a_layer_that_is_left_out_while_the_update_is_late_is_told_to_the_others(ranks: Ranks) -> None:
+    assert_told(ranks.run(layer_left_out_while_the_update_is_late, 2), "DeadlineError", "too late")
+
+
 def layer_left_out_on_all_ranks() -> None:
     """All say so and nothing was changed: the same batch again, and on to the end of a run without overlap."""
     ends = []
