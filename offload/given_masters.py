@@ -41,7 +41,7 @@ class GivenMasters:
         The engine, which is built next, compares them with the weights.
 
         Raises:
-            ConfigError: they are those of other parameters, though some of these have lost bits.
+            ConfigError: they are those of other parameters, and some of these have lost bits and have no name.
         """
         given = self._of(records)
         if self._waiting and not given:
@@ -76,13 +76,15 @@ class GivenMasters:
 
 
 def _refuse_lost(masters: Masters, records: Sequence[ParamRecord]) -> None:
-    """Masters of none of the parameters: of others that come later, where all of these are FP32; else of parameters that
-    these have replaced."""
-    reduced = [record.name for record in records if record.kind.weight != "fp32"]
-    if reduced or any(isinstance(record.param, DTensor) for record in records):
+    """Masters of none of the parameters: of others, which may come later, or of those that these have replaced.
+
+    Names tell: they would have been found by theirs. Where sharding has replaced them they might have other names.
+    """
+    lost = [r.name for r in records if r.kind.weight != "fp32" and not r.has_name]
+    if lost or any(isinstance(record.param, DTensor) for record in records):
         raise ConfigError(
             f"masters= holds values of none of these parameters: it has {sample(list(masters))}, the optimizer was given "
-            f"{sample(reduced or [record.name for record in records])}. Were they replaced after cast_compute_weights "
+            f"{sample(lost or [record.name for record in records])}. Were they replaced after cast_compute_weights "
             "(fully_shard, a copy of the model)? Pass model.named_parameters(), so that they are found by name, or leave "
             "masters out to start from the weights"
         )

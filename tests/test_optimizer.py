@@ -291,13 +291,15 @@ def test_masters_of_other_parameters_are_refused() -> None:
         adamw(model.parameters(), masters=masters)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_masters_of_what_comes_later_are_kept_for_it(named: bool) -> None:
+@pytest.mark.parametrize(("named", "keep_fp32"), [(True, "norm"), (False, "norm"), (True, None)])
+def test_masters_of_what_comes_later_are_kept_for_it(named: bool, keep_fp32: str | None) -> None:
+    """Also where the first parameters are BF16, and have names that say that the masters are not theirs."""
     model = make_decoder()
-    masters = offload.cast_compute_weights(model, keep_fp32="norm")
-    kept = [(name, p) for name, p in model.named_parameters() if "norm" in name]
+    masters = offload.cast_compute_weights(model, keep_fp32=keep_fp32)
+    first = [(name, p) for name, p in model.named_parameters() if "norm" in name]
     rest = [(name, p) for name, p in model.named_parameters() if "norm" not in name]
-    with adamw(kept if named else [p for _, p in kept], masters=masters) as optimizer:
+    masters = masters.without([p for _, p in first])
+    with adamw(first if named else [p for _, p in first], masters=masters) as optimizer:
         optimizer.add_param_group({"params": rest if named else [p for _, p in rest]})
         for name, p in rest:
             assert torch.equal(optimizer.state[p]["master"], masters[name])
