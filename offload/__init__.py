@@ -10,6 +10,7 @@ from offload.checkpoint_files import load_checkpoint, load_sharded, save_checkpo
 from offload.config import OffloadConfig
 from offload.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     ClosedError,
     ConfigError,
     DeadlineError,
@@ -39,6 +40,7 @@ __all__ = [
     "AdamW",
     "CPUOffloadOptimizer",
     "CheckpointError",
+    "CheckpointNotFoundError",
     "ClosedError",
     "ConfigError",
     "DeadlineError",

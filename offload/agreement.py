@@ -23,12 +23,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from offload.config import sample
 from offload.distributed import mesh_ranks
 from offload.errors import GradientError, OffloadError, ParameterError, PeerError
 
 __all__ = ["Agreement", "Part", "Ranks", "Share"]
 
 logger = logging.getLogger(__name__)
+
+LONGEST_S = 1e9
+"""Of a wait: thirty years, which clocks in nanoseconds hold."""
 
 
 class Part(Enum):
@@ -67,15 +71,23 @@ class Ranks:
     Args:
         timeout_s: deadline of the collective, in seconds.
         is_local: of a plain parameter's name: whether it is another one on each rank.
+        rank_local: the option that says so, for messages.
     """
 
-    def __init__(self, timeout_s: float, is_local: Callable[[str], bool] = lambda name: False) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        is_local: Callable[[str], bool] = lambda name: False,
+        rank_local: object = None,
+    ) -> None:
         self._timeout_s = timeout_s
-        self._is_local = is_local
+        self._is_local, self._rank_local = is_local, rank_local
+        self._replicas: dict[str, None] = {}
         self._members: frozenset[int] = frozenset()
         self._group: Any = None
+        self._is_grouped = True
         self._device = torch.device("cpu")
-        self._told = False
+        self._in_step = self._told = False
 
     @property
     def alone(self) -> bool:
@@ -83,7 +95,7 @@ class Ranks:
         return len(self._members) <= 1
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
-        """Parameters have come. Collective among the members where these are not all ranks of the program.
+        """Parameters have come. Local: a group of the members is made when they first exchange something.
 
         Raises:
             ParameterError: a parameter is a partial sum.
@@ -95,8 +107,7 @@ class Ranks:
                     raise ParameterError(f"a parameter with placements {param.placements} is not whole")
                 self._device = _device_of(param)
         if members != self._members:
-            self._members = members
-            self._group = _group_of(members)
+            self._members, self._is_grouped = members, False
 
     def part_of(self, param: torch.Tensor, name: str) -> Part:
         """How the sum over the local shard of `param` counts."""
@@ -107,18 +118,32 @@ class Ranks:
                 placement.is_replicate() and coordinate[dim] for dim, placement in placements
             )
             return Part.OWN if first else Part.OTHERS
-        return Part.OWN if not self._members or self._is_local(name) else Part.REPLICA
+        if not self._members or self._is_local(name):
+            return Part.OWN
+        self._replicas[name] = None
+        return Part.REPLICA
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around each step: an error that comes before `combine` is told to the others, who wait there."""
-        self._told = False
+    def step(self, tells: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Around each step: an error that comes before `combine` is told to the others, who wait there.
+
+        Within another one it is a part of that.
+
+        Args:
+            tells: asked when there is an error: whether the others wait there.
+        """
+        if self._in_step:
+            yield
+            return
+        self._in_step, self._told = True, False
         try:
             yield
         except Exception:
-            if not self._told:
+            if not self._told and tells():
                 self._tell_failure()
             raise
+        finally:
+            self._in_step = False
 
     def combine(self, share: Share) -> Agreement:
         """Bring `share` and see what all brought. To be called once in each `step`, on all ranks.
@@ -147,9 +172,10 @@ class Ranks:
         sums = [each.replica_sum for each in shares]
         if len({each for each in sums if not math.isnan(each)}) > 1:
             raise GradientError(
-                f"gradients of parameters outside of FSDP differ between ranks (their squared sums are {sums}): they were "
-                "not reduced. Put them under fully_shard or replicate, or reduce their gradients after backward and before "
-                "step(); parameters that are meant to differ are named by OffloadConfig(rank_local=...)"
+                f"gradients of parameters outside of FSDP ({sample(list(self._replicas))}) differ between ranks (their "
+                f"squared sums are {sums}): they were not reduced. Put them under fully_shard or replicate, or reduce their "
+                "gradients after backward and before step(); parameters that are meant to differ are named by "
+                f"OffloadConfig(rank_local=...), which is {self._rank_local!r}"
             )
 
     def _tell_failure(self) -> None:
@@ -165,8 +191,10 @@ class Ranks:
         mine = torch.tensor([float(value) for value in share], dtype=torch.float64, device=self._device)
         rows = torch.empty(len(self._members) * len(mine), dtype=torch.float64, device=self._device)
         try:
+            if not self._is_grouped:
+                self._group, self._is_grouped = _group_of(self._members, self._timeout_s), True
             work = dist.all_gather_into_tensor(rows, mine, group=self._group, async_op=True)
-            work.wait(dt.timedelta(seconds=min(self._timeout_s, dt.timedelta.max.total_seconds())))
+            work.wait(_duration(self._timeout_s))
             gathered = rows.view(-1, len(mine)).tolist()
         except (RuntimeError, ValueError) as error:
             raise PeerError(
@@ -187,8 +215,15 @@ def _device_of(param: DTensor) -> torch.device:
     )
 
 
-def _group_of(members: frozenset[int]) -> Any:
-    """A process group of these ranks; None is the default group."""
+def _group_of(members: frozenset[int], timeout_s: float) -> Any:
+    """A process group of these ranks, which all call this; None is the default group."""
     if len(members) == dist.get_world_size():
         return None
-    return dist.new_group(sorted(members), use_local_synchronization=True)
+    # Its own watch, which ends the process with NCCL, is to come after our waits, which raise.
+    timeout = _duration(2 * timeout_s)
+    return dist.new_group(sorted(members), timeout=timeout, use_local_synchronization=True)
+
+
+def _duration(seconds: float) -> dt.timedelta:
+    """`LONGEST_S` at most."""
+    return dt.timedelta(seconds=min(seconds, LONGEST_S))

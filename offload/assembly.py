@@ -153,7 +153,7 @@ def _make_engine(parts: Parts, policy: Policy) -> Engine:
         stepper=stepper,
         worker=parts.worker,
         clock=parts.clock,
-        ranks=Ranks(config.timeout_s, config.is_rank_local),
+        ranks=Ranks(config.timeout_s, config.is_rank_local, config.rank_local),
         tile_numel=config.tile_numel,
         chunk_by=config.chunk_by,
         chunk_numel=parts.made.chunk_numel,

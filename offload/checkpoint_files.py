@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from offload.errors import CheckpointError
+from offload.config import sample
+from offload.errors import CheckpointError, CheckpointNotFoundError
 
 __all__ = ["load_checkpoint", "load_sharded", "save_checkpoint", "save_sharded"]
 
@@ -56,21 +57,30 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Any:
     """Read what `save_checkpoint` or ``torch.save`` wrote: tensors on the CPU, and nothing that could run code.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is cut short, damaged, or no such file.
+        CheckpointNotFoundError: there is nothing at `path`. It is a `FileNotFoundError` too.
+        CheckpointError: it is a folder, is cut short or damaged, or no such file.
+        OSError: it cannot be opened.
     """
     path = Path(path)
-    with path.open("rb") as file:
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder, and load_checkpoint reads a file: {_what_is_in(path)}")
+    try:
+        file = path.open("rb")
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"there is no checkpoint at {path}: {_what_is_near(path)}") from error
+    with file:
         if not zipfile.is_zipfile(file):
             raise CheckpointError(
                 f"{path} ({path.stat().st_size} bytes) is no whole checkpoint: it was cut short, or "
-                "torch.save did not write it"
+                "torch.save did not write it; load the one before it"
             )
         file.seek(0)
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+            raise CheckpointError(
+                f"{path} cannot be read as a checkpoint, which has tensors and plain values and is whole: {error}"
+            ) from error
 
 
 def save_sharded(
@@ -128,11 +138,42 @@ def _publish(aside: Path, folder: Path) -> None:
     _sync_folder(folder.parent)
 
 
+def _what_is_in(folder: Path) -> str:
+    """Of a folder that was taken for a file."""
+    if (folder / ".metadata").is_file():
+        return "load_sharded reads this one"
+    return f"name one in it ({_listed(folder)})"
+
+
+def _what_is_near(path: Path) -> str:
+    """Of a path with nothing at it."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return f"{path.parent.resolve()} has {_listed(path.parent)}"
+
+
+def _listed(folder: Path) -> str:
+    """What was saved to `folder` and is not hidden."""
+    try:
+        names = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+    except OSError as error:  # of no interest beside what it is asked for
+        return f"what cannot be listed, {error.strerror}"
+    whole = [name for name in names if not name.endswith(ASIDE)]
+    return sample(whole) if whole else "nothing that was finished"
+
+
 def _check_folder(folder: Path) -> None:
     """Whether all bytes are there that the metadata speaks of."""
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder} is a file, and load_sharded reads a folder: load_checkpoint reads files"
+        )
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint at {folder}: {_what_is_near(folder)}")
     if not (folder / ".metadata").is_file():
         raise CheckpointError(
-            f"{folder} is no whole checkpoint of torch.distributed.checkpoint: it has no .metadata"
+            f"{folder} is no whole checkpoint of torch.distributed.checkpoint: it has no .metadata, which is written "
+            "last; load the one before it"
         )
     try:
         metadata = FileSystemReader(folder).read_metadata()

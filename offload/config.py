@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from offload.errors import ConfigError
 
@@ -18,7 +21,11 @@ __all__ = [
     "OffloadConfig",
     "check_choice",
     "check_moments",
+    "require_match",
+    "sample",
 ]
+
+T = TypeVar("T")
 
 MODES = ("resident", "all-at-once", "chunked-sync", "chunked-stream", "wavefront", "hybrid", "auto")
 """Where state lives and when it is stepped; the table in docs/architecture.md says which is which."""
@@ -61,12 +68,58 @@ def check_moments(config: OffloadConfig, what: str, good: bool) -> None:
         )
 
 
+SHOWN = 4
+
+
+def sample(names: Sequence[str]) -> str:
+    """A few of `names`, from all over, for a message."""
+    number = min(len(names), SHOWN)
+    some = [names[i * len(names) // number] for i in range(number)]
+    return ", ".join(some) + (f" and {len(names) - len(some)} more" if len(names) > len(some) else "")
+
+
+def require_match(option: str, pattern: object, names: Sequence[str], remedy: str) -> None:
+    """Raise where the regular expression `pattern` is found in none of `names`: it would change nothing, in silence.
+
+    A function in its place may choose none.
+
+    Args:
+        option: its name, for the message.
+        remedy: what else the caller may have meant.
+
+    Raises:
+        ConfigError: names the pattern and shows names.
+    """
+    if isinstance(pattern, str) and not any(map(re.compile(pattern).search, names)):
+        raise ConfigError(
+            f"{option}={pattern!r} matches none of the {len(names)} names ({sample(names)}): correct it, or {remedy}"
+        )
+
+
+def _knowing_its_fields(cls: type[T]) -> type[T]:
+    """Of a dataclass: a field that it does not have is refused with the nearest one that it has."""
+    made_init = cls.__init__
+
+    @functools.wraps(made_init)
+    def init(self: T, *args: Any, **given: Any) -> None:
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for name in [name for name in given if name not in known]:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+            raise ConfigError(f"{cls.__name__} has no field {name!r} (given {given[name]!r}): {meant}")
+        made_init(self, *args, **given)
+
+    setattr(cls, "__init__", init)  # noqa: B010 - mypy refuses the plain assignment
+    return cls
+
+
+@_knowing_its_fields
 @dataclass(frozen=True)
 class OffloadConfig:
     """How the optimizer uses the machine. No field but `moments` changes a single bit of the result.
 
     Raises:
-        ConfigError: a field is out of its range; the message names it.
+        ConfigError: a field is out of its range, or there is none of that name; the message names it.
     """
 
     tile_numel: int = 8 * 1024 * 1024
@@ -104,7 +157,8 @@ class OffloadConfig:
 
     chunk_by: str | Callable[[str], str | None] | None = None
     """Names to layers: a regular expression whose whole match is the layer's name, or a callable that
-    returns it (None: the parameter belongs to no layer); None: the usual names of transformer layers."""
+    returns it (None: the parameter belongs to no layer); None: the usual names of transformer layers. It needs names
+    (``named_parameters()``), and an expression has to match one of them."""
 
     rank_local: str | Callable[[str], bool] | None = None
     """Names of parameters that are plain tensors among sharded ones and differ between ranks (a regular expression that
@@ -141,6 +195,24 @@ class OffloadConfig:
         self._check("moments", self.moments in MOMENTS, f"one of {', '.join(map(repr, MOMENTS))}")
         self._check_pattern("chunk_by", self.chunk_by)
         self._check_pattern("rank_local", self.rank_local)
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise where `chunk_by` says nothing of any parameter.
+
+        Args:
+            names: of the parameters that the optimizer begins with, as far as they have any.
+
+        Raises:
+            ConfigError: there are no names, or the expression matches none.
+        """
+        if self.chunk_by is not None and not names:
+            raise ConfigError(
+                f"config.chunk_by={self.chunk_by!r}: the parameters have no names that it could be asked of; pass "
+                "model.named_parameters() to the optimizer, or leave chunk_by out"
+            )
+        require_match(
+            "config.chunk_by", self.chunk_by, names, "leave it out for the usual names of transformer layers"
+        )
 
     def num_backlog_tiles(self, *, overlaps_forward: bool = False) -> int:
         """`backlog_tiles`, or its default."""

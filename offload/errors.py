@@ -14,7 +14,8 @@
     │   ├── MidStepError                     some chunks hold the new step, others the old one
     │   └── HyperparameterChangedError       lr, betas, ... changed between backward and step()
     ├── NonFiniteGradientError (also FloatingPointError)   nonfinite="raise" found an inf or a NaN
-    ├── CheckpointError (also ValueError)    a state dict does not fit this optimizer
+    ├── CheckpointError (also ValueError)    a state dict does not fit this optimizer, a file is no whole checkpoint
+    │   └── CheckpointNotFoundError (also FileNotFoundError)   there is none at that path
     ├── MemoryBudgetError (also MemoryError) a budget or the machine does not hold what is needed
     │   └── PinningError                     the system refused to pin host memory
     ├── KernelError (also RuntimeError)      a kernel or its threading layer cannot run here
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CheckpointNotFoundError",
     "ClosedError",
     "ConfigError",
     "DeadlineError",
@@ -100,7 +102,11 @@ class NonFiniteGradientError(OffloadError, FloatingPointError):
 
 
 class CheckpointError(OffloadError, ValueError):
-    """A state dict does not fit this optimizer."""
+    """A state dict does not fit this optimizer, or a file or folder is no whole checkpoint."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path that was given."""
 
 
 class MemoryBudgetError(OffloadError, MemoryError):

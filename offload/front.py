@@ -105,6 +105,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         records = [record for group in groups for record in self._registry.make_records(group, groups)]
         if not records:
             raise ConfigError("params has no parameter with requires_grad=True: there is nothing to optimize")
+        options.config.check_names([record.name for record in records if record.has_name])
         given = self._masters.of_first(records)
         engine, self._plan = assemble(self._rule, records, given, options, self._construction)
         self._engine = engine
@@ -118,6 +119,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
         """Apply the gradients that came since the last step; return what `closure` returned.
 
+        Among ranks an error is told to the others, which raise `PeerError`; one of `closure` only if it came after the
+        step's backward passes (docs/many-gpus.md).
+
         Blocks until state and weights are complete: after it any stream and any thread sees the new weights. With
         ``overlap_forward`` it returns before that, and the next forward waits for each layer's weights.
 
@@ -128,7 +132,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises:
             NoGradientError: no gradient came.
             MidStepError: the last backward pass ended with an exception, or is still running in another thread.
-            StateError: a param group was removed since backward.
+            StateError: a param group was removed since backward; among ranks with ``overlap_forward``, the forward left
+                modules out whose update was still running: nothing was changed, gradients are dropped.
             ParameterError: a parameter was replaced in the model (``model=`` was given).
             HyperparameterChangedError: a group changed after a part of this step was applied in backward.
             NonFiniteGradientError: with ``nonfinite="raise"``; nothing was changed.
@@ -136,24 +141,29 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ConfigError: called through a GradScaler.
         """
         engine = self._open_engine()
+        loss = None
+        with torch.inference_mode(False):
+            with engine.announced(has_backward=closure is not None):
+                self._require_no_scaler(grad_scaler)
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+            with engine.announced():
+                self._follow_groups()
+                if self._model_watch is not None:
+                    self._model_watch.require_same(self._registry.members)
+                for unfrozen in self._registry.make_unfrozen(self.param_groups):
+                    self._attach(unfrozen)
+                engine.step()
+                follow_step(self.state, self._registry.members, self._open_engine())
+        return loss
+
+    def _require_no_scaler(self, grad_scaler: Any) -> None:
         if grad_scaler is not None or getattr(self, "grad_scale", None) is not None:  # it sets either
             raise ConfigError(
                 "GradScaler is not supported: it scales FP16 gradients, and this optimizer takes BF16 or "
                 "FP32 ones, which need none; call loss.backward() and step() directly"
             )
-        loss = None
-        with torch.inference_mode(False):
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._follow_groups()
-            if self._model_watch is not None:
-                self._model_watch.require_same(self._registry.members)
-            for unfrozen in self._registry.make_unfrozen(self.param_groups):
-                self._attach(unfrozen)
-            engine.step()
-            follow_step(self.state, self._registry.members, self._open_engine())
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, also those that have left for the host.

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from offload.checkpoint import rounds_to
+from offload.config import sample
 from offload.distributed import local_shard
 from offload.errors import ConfigError, ParameterError
 from offload.parameters import ParamRecord
@@ -40,11 +41,11 @@ class GivenMasters:
         The engine, which is built next, compares them with the weights.
 
         Raises:
-            ConfigError: they are those of parameters that sharding has replaced.
+            ConfigError: they are those of other parameters, and some of these have lost bits and have no name.
         """
         given = self._of(records)
         if self._waiting and not given:
-            _refuse_lost(records)
+            _refuse_lost(self._waiting, records)
         return given
 
     def of_later(self, records: Sequence[ParamRecord]) -> dict[int, torch.Tensor]:
@@ -74,12 +75,18 @@ class GivenMasters:
         }
 
 
-def _refuse_lost(records: Iterable[ParamRecord]) -> None:
-    """Masters of none of the parameters: of others that come later, or of those that sharding has replaced."""
-    if any(isinstance(record.param, DTensor) for record in records):
+def _refuse_lost(masters: Masters, records: Sequence[ParamRecord]) -> None:
+    """Masters of none of the parameters: of others, which may come later, or of those that these have replaced.
+
+    Names tell: they would have been found by theirs. Where sharding has replaced them they might have other names.
+    """
+    lost = [r.name for r in records if r.kind.weight != "fp32" and not r.has_name]
+    if lost or any(isinstance(record.param, DTensor) for record in records):
         raise ConfigError(
-            "masters= holds values of none of these parameters: were they replaced after cast_compute_weights "
-            "(fully_shard)? Pass model.named_parameters(), so that they are found by name"
+            f"masters= holds values of none of these parameters: it has {sample(list(masters))}, the optimizer was given "
+            f"{sample(lost or [record.name for record in records])}. Were they replaced after cast_compute_weights "
+            "(fully_shard, a copy of the model)? Pass model.named_parameters(), so that they are found by name, or leave "
+            "masters out to start from the weights"
         )
     logger.info("masters= holds values of none of these parameters; their masters are taken from the weights")
 

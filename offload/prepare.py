@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
+from offload.config import require_match
 from offload.distributed import shard_of
 from offload.errors import ConfigError, ParameterError, UnsupportedDtypeError
 
@@ -72,10 +73,11 @@ def cast_compute_weights(
     Args:
         model: any module; its FP32 parameters may lie on a GPU.
         dtype: of the compute weights: ``torch.bfloat16``, or ``torch.float32`` to cast nothing.
-        keep_fp32: names to be left FP32 (routers, norms): a regular expression that is searched for, or a predicate.
+        keep_fp32: names to be left FP32 (routers, norms): a regular expression that is searched for, or a predicate. Tied
+            weights go by the first of their names.
 
     Raises:
-        ConfigError: `dtype` is neither; `keep_fp32` is no regular expression.
+        ConfigError: `dtype` is neither; `keep_fp32` is no regular expression, or one that matches no FP32 parameter.
         UnsupportedDtypeError: a parameter is on the meta device, or one that is to be trained is neither FP32 nor BF16.
         ParameterError: a parameter is sharded already.
     """
@@ -86,7 +88,9 @@ def cast_compute_weights(
     if dtype is torch.float32:
         return masters
     _require_castable(model)
-    chosen = {name: p for name, p in model.named_parameters() if p.dtype is torch.float32 and not keep(name)}
+    fp32 = {name: p for name, p in model.named_parameters() if p.dtype is torch.float32}
+    _require_kept(keep_fp32, list(fp32))
+    chosen = {name: p for name, p in fp32.items() if not keep(name)}
     for name, parameter in chosen.items():
         if isinstance(parameter, DTensor):
             raise ParameterError(
@@ -114,6 +118,16 @@ def _require_castable(model: torch.nn.Module) -> None:
             "torch.bfloat16: there are no FP32 values of it to keep. Load the model in FP32 (dtype=torch.float32), or "
             "convert it with model.float() first"
         )
+
+
+def _require_kept(keep_fp32: object, fp32: list[str]) -> None:
+    """`fp32`: names of the model's FP32 parameters."""
+    if isinstance(keep_fp32, str) and not fp32:
+        raise ConfigError(
+            f"keep_fp32={keep_fp32!r}: no parameter of the model is FP32, so none can stay so; load the model in FP32 "
+            "(dtype=torch.float32), or leave keep_fp32 out"
+        )
+    require_match("keep_fp32", keep_fp32, fp32, "leave it out where no FP32 parameter is to stay as it is")
 
 
 def _predicate(keep_fp32: str | Callable[[str], bool] | None) -> Callable[[str], bool]:

@@ -66,6 +66,10 @@ class CPUOffloadOptimizer(OptimizerProxy):
         check_base(base, mode)
         config = config or OffloadConfig()
         check_moments(config, "CPUOffloadOptimizer, which keeps state as its base does", good=False)
+        if mode != "all-at-once":  # which has one chunk
+            config.check_names(
+                [name for group in base.param_groups for name in group.get("param_names") or ()]
+            )
         super().__init__(base)
         self.mode = mode
         self._config = config

@@ -130,9 +130,24 @@ def test_a_foreign_file_is_refused(tmp_path: Path, write: Callable[[Path], Any])
         offload.load_checkpoint(tmp_path / "file")
 
 
-def test_an_absent_file_is_absent(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        offload.load_checkpoint(tmp_path / "file")
+@pytest.mark.parametrize("standard", [FileNotFoundError, ValueError, offload.CheckpointError])
+def test_an_absent_file_is_absent_and_the_others_are_named(tmp_path: Path, standard: type[Exception]) -> None:
+    with pytest.raises(standard, match=r"no checkpoint at .*step-3: .* has nothing that was finished$"):
+        offload.load_checkpoint(tmp_path / "step-3")
+    offload.save_checkpoint(STATE, tmp_path / "step-2")
+    (tmp_path / "step-3.abc.writing").touch()
+    with pytest.raises(standard, match=r"no checkpoint at .*step-3: .* has step-2$") as raised:
+        offload.load_checkpoint(tmp_path / "step-3")
+    assert type(raised.value) is offload.CheckpointNotFoundError
+    with pytest.raises(standard, match=r"there is no folder .*run$"):
+        offload.load_checkpoint(tmp_path / "run" / "step-3")
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    offload.save_checkpoint(STATE, tmp_path / "run" / "step-1")
+    with pytest.raises(offload.CheckpointError, match=r"run is a folder.*name one in it \(step-1\)"):
+        offload.load_checkpoint(tmp_path / "run")
 
 
 # A folder, here of one process
@@ -153,6 +168,16 @@ def test_a_folder_that_is_saved_is_loaded(folder: Path) -> None:
     offload.load_sharded(loaded, folder)
     assert equal(loaded, STATE)
     assert names(folder.parent) == {"step-1"}
+
+
+def test_each_loader_names_the_other(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(offload.CheckpointError, match=r"step-1 is a folder.*load_sharded reads this one"):
+        offload.load_checkpoint(folder)
+    offload.save_checkpoint(STATE, tmp_path / "file")
+    with pytest.raises(offload.CheckpointError, match=r"file is a file.*load_checkpoint reads files"):
+        offload.load_sharded(blank(), tmp_path / "file")
+    with pytest.raises(offload.CheckpointError, match=r"no checkpoint at .*step-2: .* has file, step-1"):
+        offload.load_sharded(blank(), tmp_path / "step-2")
 
 
 def test_a_folder_is_not_replaced(folder: Path) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import math
+import pickle
 from typing import Any
 
 import pytest
 
-from offload.config import BACKENDS, CLIP_POLICIES, MODES, NONFINITE_POLICIES, OffloadConfig, check_choice
+from offload.config import (
+    BACKENDS,
+    CLIP_POLICIES,
+    MODES,
+    NONFINITE_POLICIES,
+    OffloadConfig,
+    check_choice,
+    sample,
+)
 from offload.errors import ConfigError
 
 
@@ -53,6 +64,35 @@ def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
 def test_limits_are_allowed(fields: dict[str, Any]) -> None:
     config = OffloadConfig(**fields)
     assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("field", "remedy"),
+    [
+        ("device_budgt", r"did you mean device_budget\?"),
+        ("ringslots", r"did you mean ring_slots\?"),
+        ("x", "there are tile_numel, ring_slots, "),
+    ],
+)
+def test_a_field_that_there_is_none_of_is_refused_with_the_nearest(field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"OffloadConfig has no field '{field}' \(given 7\): {remedy}"):
+        OffloadConfig(**{field: 7})
+    with pytest.raises(ConfigError, match=remedy):
+        dataclasses.replace(OffloadConfig(), **{field: 7})
+
+
+def test_a_config_is_a_dataclass_like_any_other() -> None:
+    signature = inspect.signature(OffloadConfig)
+    assert list(signature.parameters) == [field.name for field in dataclasses.fields(OffloadConfig)]
+    config = OffloadConfig(1024, threads=3)
+    assert (config.tile_numel, config.threads) == (1024, 3)
+    assert pickle.loads(pickle.dumps(config)) == copy.copy(config) == config
+
+
+def test_a_sample_of_names_is_from_all_over() -> None:
+    assert sample(["a", "b"]) == "a, b"
+    assert sample([f"{i}" for i in range(40)]) == "0, 10, 20, 30 and 36 more"
+    assert sample([]) == ""
 
 
 def test_config_is_frozen() -> None:

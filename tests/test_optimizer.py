@@ -279,6 +279,51 @@ def test_masters_that_do_not_fit_the_weights_are_refused() -> None:
         adamw(model, masters=masters)
 
 
+def test_masters_of_other_parameters_are_refused() -> None:
+    """They were left out, and the lower bits of the weights were gone without a word."""
+    masters = offload.cast_compute_weights(make_decoder())
+    model = make_decoder()
+    offload.cast_compute_weights(model)
+    with pytest.raises(
+        offload.ConfigError,
+        match=r"values of none of .* it has embedding\.weight, .*Pass model\.named_parameters",
+    ):
+        adamw(model.parameters(), masters=masters)
+
+
+@pytest.mark.parametrize(("named", "keep_fp32"), [(True, "norm"), (False, "norm"), (True, None)])
+def test_masters_of_what_comes_later_are_kept_for_it(named: bool, keep_fp32: str | None) -> None:
+    """Also where the first parameters are BF16, and have names that say that the masters are not theirs."""
+    model = make_decoder()
+    masters = offload.cast_compute_weights(model, keep_fp32=keep_fp32)
+    first = [(name, p) for name, p in model.named_parameters() if "norm" in name]
+    rest = [(name, p) for name, p in model.named_parameters() if "norm" not in name]
+    masters = masters.without([p for _, p in first])
+    with adamw(first if named else [p for _, p in first], masters=masters) as optimizer:
+        optimizer.add_param_group({"params": rest if named else [p for _, p in rest]})
+        for name, p in rest:
+            assert torch.equal(optimizer.state[p]["master"], masters[name])
+
+
+def test_a_chunk_by_that_matches_no_name_is_refused() -> None:
+    """All parameters were taken to be outside of layers."""
+    config = offload.OffloadConfig(chunk_by=r"transformer\.h\.\d+")
+    with pytest.raises(
+        offload.ConfigError,
+        match=r"config\.chunk_by=.* matches none of the \d+ names \(embedding\.weight, layers\.",
+    ) as raised:
+        offload.AdamW(make_decoder().named_parameters(), config=config)
+    assert repr(config.chunk_by) in str(raised.value)
+
+
+@pytest.mark.parametrize("chunk_by", [r"layers\.\d+", lambda name: "layer"])
+def test_a_chunk_by_without_names_is_refused(chunk_by: object) -> None:
+    config = offload.OffloadConfig(chunk_by=chunk_by)  # type: ignore[arg-type]
+    with pytest.raises(offload.ConfigError, match=r"chunk_by=.* have no names .*named_parameters\(\)"):
+        offload.AdamW(make_decoder().parameters(), config=config)
+    offload.AdamW(make_decoder().named_parameters(), config=config).close()
+
+
 def test_grad_scaler_is_refused() -> None:
     model = make_decoder()
     with adamw(model) as optimizer:

@@ -123,6 +123,31 @@ def test_a_bad_expression_is_refused(dtype: torch.dtype) -> None:
         cast_compute_weights(Model(), dtype, keep_fp32="(")
 
 
+@pytest.mark.parametrize("pattern", ["ruoter", "^norm$", r"\.old", "running_mean"])
+def test_an_expression_that_keeps_nothing_is_refused(pattern: str) -> None:
+    """All of the model was cast, and nothing said so."""
+    model = Model()
+    before = dtypes(model)
+    with pytest.raises(
+        ConfigError,
+        match=r"keep_fp32=.* matches none of the 6 names \(frozen, embed\.weight, norm\.bias, router\.weight and 2 more\)",
+    ) as raised:
+        cast_compute_weights(model, keep_fp32=pattern)
+    assert repr(pattern) in str(raised.value)
+    assert dtypes(model) == before
+
+
+def test_nothing_of_a_bf16_model_can_be_kept() -> None:
+    model = torch.nn.Linear(4, 2).bfloat16()
+    with pytest.raises(ConfigError, match=r"keep_fp32='weight': no parameter of the model is FP32"):
+        cast_compute_weights(model, keep_fp32="weight")
+    assert len(cast_compute_weights(model)) == 0
+
+
+def test_a_predicate_may_keep_nothing() -> None:
+    assert len(cast_compute_weights(Model(), keep_fp32=lambda name: False)) == 6
+
+
 @pytest.mark.parametrize("keep_fp32", [None, lambda name: 1 // (name != "router.weight") > 1])
 def test_a_failure_leaves_the_model_as_it_was(keep_fp32: object) -> None:
     """A meta parameter, or a predicate that raises, after others that could be cast."""

@@ -31,7 +31,7 @@ MODES = ["wavefront", "resident"]
 
 
 def with_reference(model: nn.Module) -> tuple[offload.Masters, Recorder, Reference]:
-    masters = offload.cast_compute_weights(model, keep_fp32="norm")
+    masters = offload.cast_compute_weights(model, keep_fp32=lambda name: "norm" in name)
     reference = Reference({name: masters.get(name, p.detach()) for name, p in model.named_parameters()})
     return masters, Recorder(model), reference
 

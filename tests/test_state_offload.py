@@ -297,6 +297,16 @@ def test_chunks_by_size_without_names_and_by_a_function() -> None:
     assert list(halves.chunks) == ["e", "l", "n", "h"]
 
 
+@pytest.mark.parametrize(("named", "words"), [(True, "matches none of the"), (False, "have no names")])
+def test_a_chunk_by_that_says_nothing_is_refused(named: bool, words: str) -> None:
+    model = make_decoder()
+    base = torch.optim.SGD(list(model.named_parameters()) if named else model.parameters(), lr=0.1)
+    config = offload.OffloadConfig(chunk_by=r"decoder\.\d+")
+    with pytest.raises(offload.ConfigError, match=rf"config\.chunk_by=.*{words}"):
+        offload.CPUOffloadOptimizer(base, config=config)
+    offload.CPUOffloadOptimizer(base, "all-at-once", config=config).close()  # which has one chunk
+
+
 def test_state_is_on_the_host_and_the_buffer_holds_the_two_largest_chunks() -> None:
     model = make_decoder()
     sizes = {}

@@ -26,7 +26,8 @@ def plan(
 ) -> None:
     """Memory and step time of every mode for a model, and the mode to take.
 
-    Rates of this machine are measured unless given. Without --resident-step or --device-rate the update alone is timed.
+    Rates of this machine are measured unless given, and its host memory is reported; only budgets bound what is planned.
+    Without --resident-step or --device-rate the update alone is timed.
     """
     given = read_input(model, training, memory, speed)
     rows = mode_rows(

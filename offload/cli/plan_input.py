@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from offload import rates as machine_rates
+from offload.cli.here import HostMemory, host_memory
 from offload.cli.model_shape import ModelShape, read_config
 from offload.cli.plan_options import BudgetOptions, ModelOptions, RateOptions, RunOptions
 from offload.cli.units import as_gib, parse_bytes
@@ -29,7 +30,8 @@ class PlanInput:
     """What is planned, and with what.
 
     `rates`, `passes`: None where they are not known, and no times are given, or those of the update alone. `budgets`: bytes
-    of one rank by ``device``, ``host`` and ``pinned``; None: no bound. `notes`: what was measured, assumed or left out.
+    of one rank by ``device``, ``host`` and ``pinned``; None: no bound. `here`: of this machine, which bounds nothing.
+    `notes`: what was measured, assumed or left out.
     """
 
     run: Run
@@ -37,6 +39,7 @@ class PlanInput:
     rates: Rates | None
     passes: Passes | None
     budgets: dict[str, int | None]
+    here: HostMemory
     notes: tuple[str, ...]
 
 
@@ -65,7 +68,7 @@ def read_input(
         "host": None if memory.host_budget is None else parse_bytes(memory.host_budget),
         "pinned": None if memory.pinned_budget is None else parse_bytes(memory.pinned_budget),
     }
-    return PlanInput(run, config, rates, passes, budgets, tuple(notes))
+    return PlanInput(run, config, rates, passes, budgets, host_memory(), tuple(notes))
 
 
 # Model and run ------------------------------------------------------------------------------------------------------
@@ -197,6 +200,9 @@ def _device_budget(given: str | None, notes: list[str]) -> int | None:
     if given is not None:
         return parse_bytes(given)
     if not torch.cuda.is_available():
+        notes.append(
+            "no GPU here and no --device-budget: the plan is for a GPU with as much memory as a mode takes"
+        )
         return None
     total = int(torch.cuda.mem_get_info()[1])
     notes.append(f"device budget: all {as_gib(total)} GiB of this GPU")

@@ -80,7 +80,9 @@ class BudgetOptions:
             help="Of hybrid, the device_budget of OffloadConfig: state and buffers on the device; else planned."
         ),
     ] = None
-    host_budget: Annotated[str | None, typer.Option(help="Host memory of one rank.")] = None
+    host_budget: Annotated[
+        str | None, typer.Option(help="Host memory of one rank; as much as it takes if not given.")
+    ] = None
     pinned_budget: Annotated[str | None, typer.Option(help="Pinned memory of one rank.")] = None
 
 

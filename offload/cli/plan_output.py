@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from offload.cli.here import remark
 from offload.cli.plan_input import PlanInput
 from offload.cli.recommend import ModeRow, Recommendation
 from offload.cli.units import as_gib
@@ -28,13 +29,19 @@ def as_dict(given: PlanInput, rows: Sequence[ModeRow], advice: Recommendation) -
         "rates": rates and asdict(rates),
         "passes": passes and asdict(passes),
         "budgets": given.budgets,
+        "here": asdict(given.here),
         "modes": [
-            {**asdict(row), "fits": row.fits, "tokens_per_s": row.step_s and run.tokens / row.step_s}
+            {
+                **asdict(row),
+                "fits": row.fits,
+                "fits_host_here": given.here.holds(row, run.ranks),
+                "tokens_per_s": row.step_s and run.tokens / row.step_s,
+            }
             for row in rows
         ],
         "recommended": advice.mode,
         "reason": advice.reason,
-        "notes": given.notes,
+        "notes": [_remark(given, rows, advice), *given.notes],
     }
 
 
@@ -43,6 +50,7 @@ def print_plan(given: PlanInput, rows: Sequence[ModeRow], advice: Recommendation
     console = Console()
     console.print(_table(given.run, rows, advice.mode))
     console.print(f"recommended: {advice.mode or 'none'}: {advice.reason}", highlight=False)
+    console.print(f"- {_remark(given, rows, advice)}", highlight=False)
     for row in rows:
         for name, number in row.missing.items():
             console.print(f"- {row.mode} lacks {as_gib(number)} GiB of {name} memory", highlight=False)
@@ -50,6 +58,11 @@ def print_plan(given: PlanInput, rows: Sequence[ModeRow], advice: Recommendation
             console.print(f"- {row.mode}: {words}", highlight=False)
     for note in given.notes:
         console.print(f"- {note}", highlight=False)
+
+
+def _remark(given: PlanInput, rows: Sequence[ModeRow], advice: Recommendation) -> str:
+    bounded = given.budgets["host"] is not None
+    return remark(given.here, rows, advice.mode, ranks=given.run.ranks, bounded=bounded)
 
 
 def _table(run: Run, rows: Sequence[ModeRow], chosen: str | None) -> Table:

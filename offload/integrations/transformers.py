@@ -64,6 +64,7 @@ class OffloadTrainerMixin(_Base):
                 f"offload_options[{name!r}] would contradict TrainingArguments; set {ARGUMENTS[name]} there"
             )
         self._resumes = False
+        self._steps: _StepCount | None = None
         self.optimizer: Any = None
         super().__init__(*args, **kwargs)
 
@@ -87,6 +88,8 @@ class OffloadTrainerMixin(_Base):
                 ours.max_grad_norm,
                 ours.plan,
             )
+            if self._steps is None or self._steps.optimizer is not ours:
+                self._steps = _StepCount(ours)
         super().create_optimizer(*(() if model is None else (model,)))  # finds it there
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
@@ -99,11 +102,18 @@ class OffloadTrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Training logs also say the gradient norm before clipping, and what `StepReport.as_dict` has."""
+        """Training logs also say the gradient norm before clipping, and what `StepReport.as_dict` has.
+
+        A line stands under the number of Trainer's step. Among ranks, with ``overlap_forward`` and neither clipping nor
+        checks, the report is of the step before (`offload.AdamW.last_step`): its norm is called ``grad_norm_before`` then,
+        and ``offload/step`` is its number.
+        """
         ours = unwrap(self.optimizer)
         if "loss" in logs and ours is not None and not ours.closed and ours.last_step is not None:
             report = ours.last_step
-            logs = {**logs, "grad_norm": report.grad_norm, **report.as_dict()}
+            is_late = self._steps is not None and report.step < self._steps.number
+            name = "grad_norm_before" if is_late else "grad_norm"
+            logs = {**logs, name: report.grad_norm, **report.as_dict()}
         super().log(logs, *args, **kwargs)
 
     # Inside -----------------------------------------------------------------------------------------------------
@@ -155,6 +165,18 @@ class OffloadTrainerMixin(_Base):
                 "whose lower bits are lost where they are BF16",
                 folder,
             )
+
+
+class _StepCount:
+    """How many steps an optimizer has taken, as `StepReport.step` counts them."""
+
+    def __init__(self, optimizer: OffloadOptimizer) -> None:
+        self.optimizer = optimizer
+        self.number = 0 if optimizer.last_step is None else optimizer.last_step.step
+        optimizer.register_step_post_hook(lambda *_: self._note())
+
+    def _note(self) -> None:
+        self.number += 1
 
 
 class OffloadTrainer(OffloadTrainerMixin, Trainer):

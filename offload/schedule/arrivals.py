@@ -66,6 +66,11 @@ class Arrivals:
         """Whether there is something to forget: a gradient, or a pass that has begun and not ended."""
         return self._ledger.touched or self._watch.interrupted
 
+    @property
+    def complete(self) -> bool:
+        """Whether all backward passes of the step have come and ended, as far as ends of passes are seen."""
+        return self._ledger.touched and self._ledger.complete and not self._watch.interrupted
+
     def fired(self) -> list[ParamRecord]:
         """Parameters that got a gradient."""
         return [record for index, record in self._records.items() if self._ledger.fires(index)]

@@ -40,6 +40,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from offload.errors import (
     NoGradientError,
     NonFiniteGradientError,
     OffloadError,
+    StateError,
     WorkerError,
 )
 from offload.layout import Chunk, build_chunks
@@ -131,6 +133,7 @@ class Engine:
         self.before_first: Callable[[], None] = _nothing
         self._begun = False
         self._closed = False
+        self._refusal: StateError | None = None
 
     # Parameters -------------------------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class Engine:
         if self._ledger.fires(record.index) and record.source.dropped:
             raise MidStepError(messages.dropped(record.name))
         gradient = record.source.take()
-        if (gradient is None and not record.source.stays) or self._worker.failed:
+        if (gradient is None and not record.source.stays) or self.failed:
             return
         self._guard.require_whole("backward")
         self._arrivals.admit(record, self.num_steps + 1)
@@ -223,12 +226,22 @@ class Engine:
 
     # The step ---------------------------------------------------------------------------------------------------
 
+    def announced(self, *, has_backward: bool = False) -> AbstractContextManager[None]:
+        """Around what comes ahead of `step` in the same call: its errors are told to the other ranks, who wait there.
+
+        Args:
+            has_backward: forward and backward of the step run in it. Their errors are told only once they have ended: until
+                then the others wait for this rank in FSDP's collectives, and would meet ours instead.
+        """
+        return self._ranks.step(lambda: not has_backward or self._arrivals.complete)
+
     def step(self) -> None:
         """Apply what came since the last step.
 
         Raises:
             NoGradientError: nothing came.
             MidStepError: the last backward pass did not end.
+            StateError: what `fail` was given; nothing was changed, and the gradients are dropped.
             HyperparameterChangedError: see there.
             NonFiniteGradientError: the policy is to raise; nothing was changed.
             WorkerError: the worker failed.
@@ -242,6 +255,10 @@ class Engine:
         self._worker.raise_error()
         self._guard.require_whole("step()")
         self.land()
+        if self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            self.reset()
+            raise refusal
         self._arrivals.require_usable()
         self._take_assigned_gradients()
         self._arrivals.require_kept()
@@ -369,12 +386,18 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether ``step()`` will raise an error of the worker."""
-        return self._worker.failed
+        """Whether ``step()`` will raise what `fail` was given, or an error of the worker. No gradient is taken then."""
+        return self._worker.failed or self._refusal is not None
 
-    def fail(self, error: BaseException) -> None:
-        """Have ``step()`` raise `error`, on this rank and by name of it on all others, unless there is another."""
-        self._worker.fail(error)
+    def fail(self, error: OffloadError) -> None:
+        """Have ``step()`` raise `error`, on this rank and by name of it on all others, unless there is another.
+
+        A `StateError` is of the coming step alone, also where ``zero_grad()`` comes before its backward.
+        """
+        if isinstance(error, StateError):
+            self._refusal = self._refusal or error
+        else:
+            self._worker.fail(error)
 
     def stop_departing(self) -> None:
         """From now on ``step()`` waits for everything."""
@@ -452,6 +475,7 @@ class Engine:
     def begin_loading(self) -> None:
         """State is about to be overwritten, whatever became of it; `take_masters` ends that."""
         self.land()  # what is under way was committed
+        self._refusal = None
         self._early.roll_back(self.num_steps + 1, restore=True)  # masters may be taken from the weights
         self.reset()
         self._guard.begin("load_state_dict()")

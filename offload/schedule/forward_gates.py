@@ -2,12 +2,13 @@
 
 A chunk of one layer is awaited where that layer's module is called; what belongs to no layer, where the model is called, and
 where the modules that own it are. A pre-hook sees calls of modules only: not weights that other code reads, nor compiled
-code. So at the end of each forward of the model every chunk in flight must have been awaited, else it raises: something
+code. So at the end of each forward of the model every chunk in flight must have been awaited, else it is an error: something
 read weights past the hooks, and what it read may have been old.
 
-An error of the update is raised by the gate that meets it; but not among ranks in a forward that trains. There the others
-would wait for this rank's shards until their deadline. It goes on with weights that are old in part, none of its gradients
-is taken, and ``step()`` raises the error and tells all ranks.
+It and the errors of the update are raised by the hook that meets them; but not among ranks in a forward that trains.
+There the others would wait for this rank's shards until their deadline, since it may be this rank alone: each may call
+other modules, such as experts of its own. It goes on with weights that are old in part, none of its gradients is taken,
+and ``step()`` raises the error and tells all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import ConfigError, StateError, WorkerError
+from offload.errors import ConfigError, OffloadError, StateError, WorkerError
 from offload.layout import Chunk
 from offload.parameters import ParamRecord
 from offload.schedule import messages
@@ -56,7 +57,7 @@ class ForwardGates:
         land: Callable[[], None],
         switch_off: Callable[[], None],
         alone: Callable[[], bool],
-        fail: Callable[[BaseException], None],
+        fail: Callable[[OffloadError], None],
     ) -> None:
         compiled = [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
         if compiled:
@@ -156,15 +157,24 @@ class ForwardGates:
             try:
                 self._await(flight, module, chunks, on_host=on_host)
             except WorkerError as error:
-                # By what the model was called with: checkpoints (use_reentrant=True) call their layers without gradients.
-                if self._alone() or not (torch.is_grad_enabled() if self._trains is None else self._trains):
+                if self._raises_here:
                     raise
-                self._fail(error)  # a deadline too: an update that comes late mends no forward that went on
-                if flight.missed:  # its first gate
-                    logger.error("overlap_forward: %s; the forward goes on, and step() raises this", error)
-                flight.passed.update(flight.marks)
+                self._hand_over(error, flight)
 
         return gate
+
+    @property
+    def _raises_here(self) -> bool:
+        """Whether no other rank waits for what comes after this forward."""
+        # By what the model was called with: checkpoints (use_reentrant=True) call their layers without gradients.
+        trains = torch.is_grad_enabled() if self._trains is None else self._trains
+        return self._alone() or not trains
+
+    def _hand_over(self, error: OffloadError, flight: Flight) -> None:
+        self._fail(error)  # a deadline too: an update that comes late mends no forward that went on
+        if flight.missed:  # its first error
+            logger.error("%s; this forward goes on, and step() raises the error", error)
+        flight.passed.update(flight.marks)
 
     def _await(self, flight: Flight, module: nn.Module, chunks: tuple[int, ...], *, on_host: bool) -> None:
         if module is self._model and _prefetches(module):
@@ -189,15 +199,15 @@ class ForwardGates:
         flight = self._flight()
         if module is not self._model or flight is None or not flight.missed:
             return
-        missed = [self._names[index] for index in flight.missed]
-        self._switch_off()
-        self._land()
-        raise StateError(
-            f"overlap_forward: this forward did not call the modules of {messages.some(missed)}, whose update was still "
-            "running. If it read their weights past the modules (torch.nn.functional, compiled code), they may have been "
-            "old: drop its result and run it again. The overlap is off from now on; if those modules are meant to be "
-            "left out at times, build the optimizer with overlap_forward=False"
-        )
+        missed = messages.some([self._names[index] for index in flight.missed])
+        if self._raises_here:
+            self._switch_off()
+            raise StateError(messages.left_out(missed, handed_over=False))
+        self._hand_over(StateError(messages.left_out(missed, handed_over=True)), flight)
+        try:
+            self._switch_off()
+        except WorkerError as error:
+            self._fail(error)
 
 
 def _owners(model: nn.Module) -> dict[torch.Tensor, list[str]]:

@@ -9,6 +9,7 @@ __all__ = [
     "cut_short",
     "dropped",
     "extra_backward",
+    "left_out",
     "mixture",
     "no_gradient",
     "no_way_back",
@@ -73,6 +74,22 @@ def removed(names: Sequence[str]) -> str:
     return (
         f"the param group of {some(names)} was removed between backward and step(), when its gradients had left for the "
         "optimizer already: put it back and call step(), or remove groups before backward"
+    )
+
+
+def left_out(chunks: str, *, handed_over: bool) -> str:
+    """A forward that did not call the modules of `chunks`, whose update was still running.
+
+    Args:
+        handed_over: it is ``step()`` that raises, when gradients of that forward have come.
+    """
+    remedy = "run forward and backward again" if handed_over else "drop its result and run it again"
+    dropped = "; nothing was changed on this rank, its gradients are dropped" if handed_over else ""
+    return (
+        f"overlap_forward: {'the last' if handed_over else 'this'} forward did not call the modules of {chunks}, whose "
+        "update was still running. If it read their weights past the modules (torch.nn.functional, compiled code), they "
+        f"may have been old: {remedy}{dropped}. The overlap is off from now on; if those modules are meant to be left out "
+        "at times, build the optimizer with overlap_forward=False"
     )
 
 

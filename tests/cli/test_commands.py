@@ -19,7 +19,7 @@ pytest.importorskip("rich", reason="the command line's extra is not installed")
 from typer.testing import CliRunner
 
 import offload.cli
-from offload.cli import host_checks, scripts, speed_checks
+from offload.cli import here, host_checks, plan_input, scripts, speed_checks
 from offload.cli.app import app, run
 from offload.cli.bench import BENCHMARKS
 from offload.cli.chunks import parameters
@@ -140,6 +140,65 @@ def test_plan_says_when_nothing_fits() -> None:
     made = plan_json(*MODEL, *RATES, "--device-budget", "1MiB", exit_code=1)
     assert made["recommended"] is None
     assert "comes closest" in made["reason"]
+
+
+GIB = 2**30
+QWEN3_4B = [
+    "--layers", "36", "--hidden", "2560", "--intermediate", "9728", "--vocab", "151936", "--heads", "32", "--kv-heads", "8",
+    "--head-dim", "128", "--tied", "--chunked-loss", "--tokens", "16384",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("free", "device", "options", "says", "says_not"),
+    [
+        (64, 16, [], "GiB free of 100; all modes fit here. No --host-budget was given", "plans for this"),
+        (64, 16, ["--host-budget", "64GiB"], "GiB free of 100; all modes fit here", "No --host-budget"),
+        (
+            50,
+            16,
+            [],
+            "100; wavefront, hybrid would not fit here, and wavefront is recommended: 52.9",
+            "ranks",
+        ),
+        (50, 70, [], "100; wavefront would not fit here. No --host-budget", "recommended"),
+        (50, 16, [], "; --host-budget 50.0GiB plans for this one", "with all"),
+        (50, 11, ["--ranks", "4"], "not fit here with all 4 ranks, and wavefront is", "fit here,"),
+        (50, 11, ["--ranks", "4"], "GiB a rank (3 of 4 ranks would fit)", "fit here,"),
+        (50, 11, ["--ranks", "4"], "; --host-budget 12.5GiB plans for this one", "fit here,"),
+    ],
+)
+def test_plan_says_what_host_memory_is_here(
+    monkeypatch: pytest.MonkeyPatch, free: int, device: int, options: list[str], says: str, says_not: str
+) -> None:
+    """The table says what fits the budgets, and without one everything fits."""
+    memory = here.HostMemory(100 * GIB, free * GIB)
+    monkeypatch.setattr(plan_input, "host_memory", lambda: memory)
+    asked = [*QWEN3_4B, *RATES, "--resident-step", "1.94", "--device-budget", f"{device}GiB", *options]
+    made = plan_json(*asked)
+    assert made["recommended"] == ("resident" if device == 70 else "wavefront")
+    assert says in made["notes"][0]
+    assert says_not not in made["notes"][0]
+    assert made["here"] == {"total_bytes": 100 * GIB, "free_bytes": free * GIB}
+    for row in made["modes"]:
+        assert row["fits_host_here"] is (row["host_bytes"] * made["run"]["ranks"] <= free * GIB)
+    assert says in " ".join(call("plan", *asked).split())
+
+
+def test_plan_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "cgroup_memory_left", lambda: 3 * GIB)
+    found = plan_json(*MODEL, *RATES, "--device-budget", "1GiB")["here"]
+    assert found["free_bytes"] <= 3 * GIB < found["total_bytes"] + 3 * GIB
+    monkeypatch.setattr(here, "cgroup_memory_left", lambda: None)
+    assert 0 < here.host_memory().free_bytes <= here.host_memory().total_bytes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks that GPU")
+def test_plan_without_a_device_budget_says_what_it_is_for() -> None:
+    made = plan_json(*MODEL, *RATES)
+    assert any("no GPU here and no --device-budget" in note for note in made["notes"])
+    made = plan_json(*MODEL, *RATES, "--device-budget", "1GiB")
+    assert not any("--device-budget" in note for note in made["notes"])
 
 
 def test_plan_without_a_step_times_the_update_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from offload.schedule.hybrid_stepper import HybridStepper
 from offload.transfer.host import LaneTransport
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_verdicts import assert_told, backward, counted_collectives, raised_by_step
-from tests.distributed.training import assert_equal, optimizer_over, sharded_decoder, state_bits
+from tests.distributed.training import assert_equal, local_bits, optimizer_over, sharded_decoder, state_bits
 from tests.training import batches, loss_of
 
 CLIPPED = {"max_grad_norm": 0.5}
@@ -221,6 +222,142 @@ def weights_come_too_late(where: str) -> tuple[str, str, float]:
 def test_weights_that_come_too_late_are_in_no_step(ranks: Ranks, where: str) -> None:
     """The forward that went on without them had old ones, and gradients that were not taken are lost."""
     assert_told(ranks.run(weights_come_too_late, 2, where), "DeadlineError", "too late")
+
+
+class Skipping(nn.Module):
+    """Two sharded layers around a plain one, which a rank may leave out: no other has a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        for index in (0, 2):
+            fully_shard(self.layers[index])
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if not (skips and index == 1):
+                x = layer(x)
+        return x
+
+
+def train_with_a_plain_layer(
+    model: nn.Module, step: int, *, skips: bool, between: Callable[[], None] = lambda: None
+) -> None:
+    """`between`: called after forward."""
+    torch.manual_seed(step)
+    loss = model(torch.randn(2, 8), skips).square().mean()
+    between()
+    loss.backward()
+
+
+LOCAL = {"config": {"timeout_s": 60.0, "rank_local": "layers.1"}}
+
+
+def trained_with_a_plain_layer(parts: int = 1, **options: Any) -> tuple[nn.Module, offload.AdamW]:
+    """Three steps of it; the last is under way with ``overlap_forward``."""
+    logging.getLogger("offload").setLevel(logging.CRITICAL)
+    model = Skipping()
+    optimizer = overlapped(model, accumulation_steps=parts, **LOCAL, **options)
+    for step in range(3):
+        for _ in range(parts):
+            train_with_a_plain_layer(model, step, skips=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def layer_left_out_on_one_rank(options: dict[str, Any], parts: int, between: str) -> tuple[str, str, float]:
+    model, optimizer = trained_with_a_plain_layer(parts, **options)
+    assert is_under_way(optimizer)
+    is_mine = dist.get_rank() == 1
+    for part in range(parts):
+        rest = getattr(optimizer, between) if part == 0 else lambda: None
+        train_with_a_plain_layer(model, 3, skips=is_mine and part == 0, between=rest)
+    assert not (is_mine and optimizer._engine._ledger.touched)
+    return raised_by_step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts", "between"),
+    [({}, 1, "zero_grad"), ({}, 2, "synchronize"), (CLIPPED, 1, "synchronize")],
+)
+def test_a_layer_that_one_rank_leaves_out_is_told_to_the_others(
+    ranks: Ranks, options: dict[str, Any], parts: int, between: str
+) -> None:
+    """Also where gradients are cleared between forward and backward."""
+    results = ranks.run(layer_left_out_on_one_rank, 2, options, parts, between)
+    assert_told(results, "StateError", "did not call the modules of layers.1")
+
+
+def layer_left_out_while_the_update_is_late() -> tuple[str, str, float]:
+    """On rank 1 the forward that left it out waits for the update, in vain."""
+
+    def late(*arguments: Any) -> None:
+        raise offload.DeadlineError("too late")
+
+    model, optimizer = trained_with_a_plain_layer()
+    is_mine = dist.get_rank() == 1
+    with patch.object(HybridStepper, "settle", late) if is_mine else nullcontext():
+        loss = model(torch.ones(2, 8), is_mine).square().mean()
+    loss.backward()
+    return raised_by_step(optimizer)
+
+
+def test_a_layer_that_is_left_out_while_the_update_is_late_is_told_to_the_others(ranks: Ranks) -> None:
+    assert_told(ranks.run(layer_left_out_while_the_update_is_late, 2), "DeadlineError", "too late")
+
+
+def layer_left_out_on_all_ranks() -> None:
+    """All say so and nothing was changed: the same batch again, and on to the end of a run without overlap."""
+    ends = []
+    for overlap in (False, True):
+        model, optimizer = trained_with_a_plain_layer(overlap_forward=overlap)
+        if not overlap:
+            before = local_bits(model, optimizer)
+        else:
+            train_with_a_plain_layer(model, 3, skips=True)
+            with pytest.raises(offload.StateError, match="run forward and backward again"):
+                optimizer.step()
+            optimizer.zero_grad()
+            assert_equal(local_bits(model, optimizer), before)
+        for step in (3, 4):
+            train_with_a_plain_layer(model, step, skips=step == 3)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not is_under_way(optimizer)
+        ends.append(local_bits(model, optimizer))
+        optimizer.close()
+    assert_equal(*ends)
+
+
+def test_a_layer_that_all_ranks_leave_out_changes_nothing(ranks: Ranks) -> None:
+    ranks.run(layer_left_out_on_all_ranks, 2)
+
+
+def layer_left_out_in_evaluation() -> None:
+    """On rank 1 alone, which raises at once and trains on without overlap."""
+    ends = []
+    for skips in (False, dist.get_rank() == 1):
+        model, optimizer = trained_with_a_plain_layer()
+        with (
+            torch.no_grad(),
+            pytest.raises(offload.StateError, match="drop its result") if skips else nullcontext(),
+        ):
+            model(torch.ones(2, 8), skips)
+        for step in (3, 4):
+            train_with_a_plain_layer(model, step, skips=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert is_under_way(optimizer) is not skips
+        optimizer.synchronize()
+        ends.append(local_bits(model, optimizer))
+        optimizer.close()
+    assert_equal(*ends)
+
+
+def test_a_layer_that_is_left_out_in_evaluation_is_a_matter_of_that_rank(ranks: Ranks) -> None:
+    ranks.run(layer_left_out_in_evaluation, 2)
 
 
 def worker_fails_between_micro_batches(overlap: bool) -> tuple[str, str, float]:

@@ -201,10 +201,14 @@ def test_modules_outside_of_fsdp_are_taken_at_the_step(ranks: Ranks, micro_batch
 
 def forgotten_outside_fsdp() -> None:
     model = nn.ModuleDict({"sharded": fully_shard(nn.Linear(8, 8)), "plain": nn.Linear(8, 8)})
-    with optimizer_over(model, "wavefront", max_grad_norm=1.0) as optimizer:
+    config = {"rank_local": "plian"}
+    with optimizer_over(model, "wavefront", max_grad_norm=1.0, config=config) as optimizer:
         torch.manual_seed(dist.get_rank())
         model["plain"](model["sharded"](torch.randn(2, 8))).square().mean().backward()
-        with pytest.raises(offload.GradientError, match=r"differ between ranks.*rank_local"):
+        with pytest.raises(
+            offload.GradientError,
+            match=r"\(plain\.weight, plain\.bias\) differ between ranks.*rank_local=...\), which is 'plian'",
+        ):
             optimizer.step()
     config = {"rank_local": "plain"}
     with optimizer_over(model, "wavefront", max_grad_norm=1.0, config=config) as optimizer:

@@ -6,14 +6,16 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -161,10 +163,12 @@ def test_f21_a_rank_without_a_gradient_hangs_nobody(ranks: Ranks, mode: str, opt
 # Failures
 
 
-def raised_by_step(optimizer: offload.AdamW) -> tuple[str, str, float]:
+def raised_by_step(
+    optimizer: offload.AdamW, closure: Callable[[], Any] | None = None
+) -> tuple[str, str, float]:
     start = time.monotonic()
-    with pytest.raises(offload.OffloadError) as raised:
-        optimizer.step()
+    with pytest.raises((offload.OffloadError, ZeroDivisionError)) as raised:
+        optimizer.step(closure)
     waited = time.monotonic() - start
     optimizer.close()
     return type(raised.value).__name__, str(raised.value), waited
@@ -196,6 +200,125 @@ def failing_worker(mode: str, options: dict[str, Any]) -> tuple[str, str, float]
 def test_a_rank_whose_worker_fails_is_told_to_the_others(ranks: Ranks, options: dict[str, Any]) -> None:
     results = ranks.run(failing_worker, 4, "wavefront", options)
     assert_told(results, "WorkerError", "a reason of its own")
+
+
+def sharded_beside_plain() -> nn.ModuleDict:
+    model = nn.ModuleDict({"sharded": fully_shard(nn.Linear(8, 8)), "plain": nn.Linear(8, 8)})
+    for parameter in model["plain"].parameters():
+        dist.broadcast(parameter.data, 0)
+    return model
+
+
+def backward_of_both(model: nn.ModuleDict) -> torch.Tensor:
+    """With the same gradients of the plain part on all ranks."""
+    torch.manual_seed(0)
+    loss: torch.Tensor = model["plain"](model["sharded"](torch.randn(2, 8))).square().mean()
+    loss.backward()
+    return loss
+
+
+def closure_fails_after_backward(options: dict[str, Any]) -> tuple[str, str, float]:
+    """In the second step, whose gradients have gone to the host then."""
+    model = sharded_beside_plain()
+    optimizer = optimizer_over(model, "wavefront", config={"timeout_s": 60.0}, **options)
+    optimizer.step(lambda: backward_of_both(model))
+    optimizer.zero_grad()
+
+    def closure() -> torch.Tensor:
+        loss = backward_of_both(model)
+        return loss / 0 if dist.get_rank() != 1 else 1 / 0  # type: ignore[return-value]
+
+    return raised_by_step(optimizer, closure)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}])
+def test_a_closure_that_fails_after_backward_is_told_to_the_others(
+    ranks: Ranks, options: dict[str, Any]
+) -> None:
+    results = ranks.run(closure_fails_after_backward, 2, options)
+    assert_told(results, "ZeroDivisionError", "division by zero")
+
+
+def closure_fails_before_backward(passes: int) -> None:
+    """On rank 1, in the step's first forward or in its second; the other goes on without it, as far as it comes."""
+    model = sharded_beside_plain()
+    with optimizer_over(model, "wavefront", accumulation_steps=2) as optimizer:
+
+        def closure() -> None:
+            for _ in range(passes):
+                backward_of_both(model)
+            raise ZeroDivisionError
+
+        if dist.get_rank() == 1:
+            with patch.object(agreement.Ranks, "_gather") as gather, pytest.raises(ZeroDivisionError):
+                optimizer.step(closure)
+            gather.assert_not_called()
+        elif passes:
+            backward_of_both(model)
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_closure_that_fails_before_backward_keeps_out_of_fsdps_collectives(
+    ranks: Ranks, passes: int
+) -> None:
+    """The others are in forward or backward, where an exchange of ours would be taken for one of FSDP's."""
+    ranks.run(closure_fails_before_backward, 2, passes)
+
+
+def parameters_fail(how: str) -> tuple[str, str, float]:
+    """On rank 1 a plain parameter is replaced, or is unfrozen as what cannot be trained."""
+    model = sharded_beside_plain()
+    plain = model["plain"]
+    plain.bias.requires_grad_(how != "unfrozen")
+    optimizer = optimizer_over(model, "wavefront", model=model, config={"timeout_s": 60.0})
+    backward_of_both(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward_of_both(model)
+    if how == "replaced" and dist.get_rank() == 1:
+        plain.bias = nn.Parameter(plain.bias.detach().clone())
+    if how == "unfrozen":
+        if dist.get_rank() == 1:
+            plain.bias.data = plain.bias.data.half()
+        plain.bias.requires_grad_()
+        plain.bias.grad = torch.zeros_like(plain.bias)
+    return raised_by_step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "reason"),
+    [
+        ("replaced", "ParameterError", r"plain.bias was replaced in the model"),
+        ("unfrozen", "UnsupportedDtypeError", "plain.bias is torch.float16"),
+    ],
+)
+def test_parameters_that_fail_at_the_step_are_told_to_the_others(
+    ranks: Ranks, how: str, name: str, reason: str
+) -> None:
+    assert_told(ranks.run(parameters_fail, 2, how), name, reason)
+
+
+def built_one_after_the_other() -> tuple[str, str, float] | None:
+    """Ranks 0 and 1 of three share a mesh; rank 1 builds its optimizer when rank 0 has one, then fails in its first step."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() == 2:
+        return None
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    group = mesh.get_group()
+    if dist.get_rank() == 1:
+        dist.barrier(group)
+    optimizer = optimizer_over(model, "wavefront", config={"timeout_s": 60.0})
+    if dist.get_rank() == 0:
+        dist.barrier(group)
+    model(torch.randn(2, 8)).square().mean().backward()
+    if dist.get_rank() == 1:
+        optimizer._engine._worker.fail(ValueError("a reason of its own"))
+    return raised_by_step(optimizer)
+
+
+def test_building_an_optimizer_waits_for_nobody(ranks: Ranks) -> None:
+    results = ranks.run(built_one_after_the_other, 3)
+    assert_told(results[:2], "WorkerError", "a reason of its own")
 
 
 def die_before_the_step(mode: str, where: str) -> str:

@@ -225,6 +225,31 @@ def test_logs_have_the_norm_and_the_stages(tmp_path: Path, caplog: pytest.LogCap
     trainer.optimizer.close()
 
 
+def test_the_norm_of_a_step_before_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As among ranks with ``overlap_forward``, where a norm is known a step later: none stands under a wrong number."""
+    original = offload.AdamW.last_step.fget
+    reports: dict[int, offload.StepReport] = {}
+
+    def last_step(optimizer: offload.AdamW) -> offload.StepReport | None:
+        report = original(optimizer)
+        if report is not None:
+            reports[report.step] = report
+        return report and reports.get(report.step - 1, report)
+
+    trainer = make_trainer(make_llama(), tmp_path, max_steps=4, max_grad_norm=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(offload.AdamW, "last_step", property(last_step))
+        trainer.train()
+        trainer.optimizer.close()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    norms = {step: report.grad_norm for step, report in reports.items()}
+    assert len(set(norms.values())) == 4
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line.get("grad_norm") for line in lines] == [norms[1], None, None, None]
+    assert [line.get("grad_norm_before") for line in lines] == [None, norms[1], norms[2], norms[3]]
+    assert [line["offload/step"] for line in lines] == [1, 1, 2, 3]
+
+
 def test_an_optimizer_of_the_user_must_clip_alike(tmp_path: Path) -> None:
     model = make_llama()
     with offload.AdamW(model.named_parameters(), max_grad_norm=1.0, config=SMALL) as optimizer:
