@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import offload
-from offload.schedule.stream_stepper import BUFFER_BYTES
+from offload.schedule.device_slots import BUFFER_BYTES
 from offload.transfer.pinned import allocate, pinned_bytes
 from tests.training import (
     Recorder,
