@@ -7,12 +7,12 @@ been computed on another stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 
 from offload.schedule.device_gradients import DeviceGradients
-from offload.schedule.stream_tiles import Place, StreamTile
+from offload.schedule.stream_tiles import StreamTile
 from offload.transfer.transport import Ready
 
 __all__ = ["Gradient", "StreamGradients", "WaitingPiece"]
@@ -28,12 +28,12 @@ class StreamGradients:
     """Of the step under way, by parameter index.
 
     Args:
-        places: where parameters lie among the tiles.
+        tiles_of: the tiles that need a parameter's gradient.
         flush_denormals: as for the host kernels.
     """
 
-    def __init__(self, places: Mapping[int, Place], *, flush_denormals: bool) -> None:
-        self._places = places
+    def __init__(self, tiles_of: Callable[[int], Iterable[StreamTile]], *, flush_denormals: bool) -> None:
+        self._tiles_of = tiles_of
         self._kept = DeviceGradients(flush_denormals=flush_denormals)
         self._arrived: dict[int, Ready] = {}
 
@@ -70,7 +70,7 @@ class StreamGradients:
             is_early: whether a trip of a tile was made in this step.
         """
         for param in {piece.param for tile in tiles for piece in tile.tile.pieces}:
-            if all(is_early(tile) for tile in self._places[param].tiles):
+            if all(is_early(tile) for tile in self._tiles_of(param)):
                 self.forget(param)
 
     def forget(self, param: int) -> None:

@@ -101,7 +101,7 @@ class StreamStepper:
         )
         self._state = StreamState(updater.rule, slabs=slabs, tile_numel=tile_numel)
         self._weights = StreamWeights(self._state)
-        self._gradients = StreamGradients(self._state.places, flush_denormals=flush_denormals)
+        self._gradients = StreamGradients(self._state.tiles_of, flush_denormals=flush_denormals)
         self._trips = StreamTrips(
             self._state,
             self._gradients,
@@ -109,7 +109,7 @@ class StreamStepper:
             fused_sums=fused_sums,
             note_change=self._thread.note_change,
         )
-        self._forecast = TileForecast(self._tiles_of)
+        self._forecast = TileForecast(self._state.tiles_of)
         self._forget_step()
         try:
             self._thread.start(transport, stream)
@@ -204,7 +204,7 @@ class StreamStepper:
         self._gradients.note_arrival(record.index, now)
         complete = [
             tile
-            for tile in self._tiles_of(record.index)
+            for tile in self._state.tiles_of(record.index)
             if (elements is None or tile.tile.start in elements)
             and self._books.is_complete_with_one_more(tile)
         ]
@@ -347,9 +347,6 @@ class StreamStepper:
         self._trips.end_step()
         self._thread.end_step()
         self._holds = False
-
-    def _tiles_of(self, param: int) -> list[StreamTile]:
-        return self._state.places[param].tiles
 
     def _waiting(self) -> list[StreamTile]:
         """Tiles with a gradient to be applied that were not updated early."""

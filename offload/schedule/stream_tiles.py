@@ -74,11 +74,6 @@ class Place:
         """The chunk's index."""
         return self.chunk.chunk.index
 
-    @property
-    def tiles(self) -> list[StreamTile]:
-        """Those tiles."""
-        return [tile for tile, _ in self.parts]
-
     def state(self) -> dict[str, torch.Tensor]:
         """Flat views, the weight itself serving as the master where there is no other."""
         part = slice(self.span.start, self.span.start + self.span.numel)
@@ -125,10 +120,14 @@ class StreamState:
             mine = {name: part[chunk.index] for name, part in parts.items() if chunk.index in part}
             self._cut(StreamChunk(chunk, mine, sums[chunk.index], nonfinite[chunk.index]), records)
 
+    def tiles_of(self, param: int) -> list[StreamTile]:
+        """The tiles that a parameter lies in, in order."""
+        return [tile for tile, _ in self.places[param].parts]
+
     def aim(self, records: Iterable[ParamRecord]) -> None:
         """Find the compute weights of `records` again, which may have moved."""
         for record in records:
-            for tile, _ in self.places[record.index].parts:
+            for tile in self.tiles_of(record.index):
                 tile.aim()
 
     def close(self) -> None:

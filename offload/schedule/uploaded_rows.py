@@ -15,7 +15,7 @@ __all__ = ["UploadedRows"]
 
 
 class UploadedRows:
-    """All rows of a step in one upload, made when its first tile needs them: a launch a tile would cost as much as they do.
+    """All rows of a step in one upload, made when its first tile needs them.
 
     Used by the thread that computes, so that they are written in line with what reads them.
 
