@@ -292,6 +292,11 @@ class StreamStepper:
         """
         return self._thread.ask_later(self._conveyor.mark, chunk)
 
+    def settle(self) -> None:
+        """Block until all tiles have left; unlike `finish`, without waiting for the device's other work."""
+        with self._clock.stage("wait_state"):
+            self._thread.run(self._conveyor.finish)
+
     def settle_later(self) -> Future[float]:
         """The same without blocking; the result is when it was done, by ``time.perf_counter``.
 
@@ -316,11 +321,6 @@ class StreamStepper:
     def waited_s(self) -> float:
         """See `StreamThread.waited_s`."""
         return self._thread.waited_s
-
-    def settle(self) -> None:
-        """Block until all tiles have left; unlike `finish`, without waiting for the device's other work."""
-        with self._clock.stage("wait_state"):
-            self._thread.run(self._conveyor.finish)
 
     def end_step(self, keep_held: Collection[int]) -> None:
         """See `Stepper.end_step`."""
