@@ -57,6 +57,17 @@ def test_a_trip_reads_the_pieces_that_have_a_gradient_and_sums_of_those_before()
     assert (gradients.has(0), gradients.has(1), gradients.has(2)) == (True, False, True)
 
 
+def test_a_sum_alone_is_read_as_the_gradient() -> None:
+    """In FP32, whatever the gradients were; at its position in the tile, not in the chunk."""
+    gradients = make()
+    for _ in range(2):
+        gradients.accumulate(0, torch.full((3 * ALIGN,), 1.5, dtype=torch.bfloat16))
+    assert LAST.tile.pieces[0].row != 0
+    [(position, (last, total))] = gradients.in_tile(LAST)
+    assert (position, last.dtype, total) == (0, torch.float32, None)
+    assert last.eq(3.0).all()
+
+
 def test_a_trip_begins_after_all_gradients_of_its_tile_each_once() -> None:
     """One may have come on another stream than the one that completes the tile."""
     gradients, before, now, later = make(), Point(), Point(), Point()

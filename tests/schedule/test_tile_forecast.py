@@ -83,6 +83,20 @@ def test_what_was_learnt_outlives_steps_without_gradients_and_those_that_were_dr
     assert learn(forecast, [1]) == completed(tiles, [1])  # the dropped ones do not come before it
 
 
+def test_an_order_that_stays_is_not_worked_out_again() -> None:
+    """Step after step is alike, and there may be thousands of tiles."""
+    tiles, asked = cut([ALIGN, ALIGN], ALIGN), list[int]()
+
+    def tiles_of(param: int) -> list[Numbered]:
+        asked.append(param)
+        return [tile for tile in tiles if param in tile.params]
+
+    forecast = TileForecast(tiles_of)
+    for order in ([1, 0], [1, 0], [0, 1]):
+        learn(forecast, order)
+    assert asked == [1, 0, 0, 1]
+
+
 def test_tiles_of_a_chunk_that_came_later_are_expected_once_the_order_is_another() -> None:
     first = cut([ALIGN], ALIGN)
     tiles = list(first)
