@@ -32,7 +32,7 @@ def tile_with_state(tile: Numbered, num_arrays: int) -> Any:
 """Two parameters: `ALIGN + 7` elements behind two blocks of the other."""
 
 
-@pytest.mark.parametrize("num_arrays", range(5))
+@pytest.mark.parametrize("num_arrays", range(6))
 def test_buffers_stay_within_their_bound(num_arrays: int) -> None:
     numel = stream_tile_numel(2**40, num_arrays)
     one_more = numel + ALIGN

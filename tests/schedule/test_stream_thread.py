@@ -176,18 +176,29 @@ def test_an_issuer_that_hangs_ends_the_optimizer_with_a_deadline() -> None:
                 it.thread.run(lambda: over.wait(TIMEOUT_S) and None)
         finally:
             over.set()
-        with pytest.raises((DeadlineError, WorkerError)):
-            it.thread.run(lambda: None)
-
-
-def test_a_job_that_an_issuer_drops_ends_the_optimizer_with_the_same_reason() -> None:
-    with rig("issuer") as it:
-        assert it.issuer is not None
-        it.issuer.fail(DeadlineError("took no job"))
-        assert not it.worker.failed
-        it.thread.run_later(lambda: None)
-        with pytest.raises(DeadlineError, match="took no job"):
+        with pytest.raises(DeadlineError, match="did not finish"):
             it.worker.raise_error()
+
+
+def test_an_issuer_that_fails_by_itself_ends_the_optimizer_with_the_same_reason() -> None:
+    """Whether that shows in a call or in a job that it drops; a deadline stays one."""
+    late = DeadlineError("took no job")
+    late.__cause__ = TimeoutError()
+    for error in (OSError("no memory"), late):
+        for use in (StreamThread.run_later, StreamThread.run):
+            with rig("issuer") as it:
+                assert it.issuer is not None
+                it.issuer.fail(error)
+                assert not it.worker.failed
+                if use is StreamThread.run:
+                    with pytest.raises(WorkerError, match=str(error)):
+                        it.thread.run(lambda: None)
+                else:
+                    it.thread.run_later(lambda: None)
+                with pytest.raises(WorkerError, match=str(error)) as caught:
+                    it.worker.raise_error()
+                assert isinstance(caught.value, DeadlineError) is (error is late)
+                assert isinstance(caught.value.__cause__, type(error))
 
 
 @pytest.mark.parametrize("in_groups", [True, False])
@@ -217,6 +228,23 @@ def test_a_chunk_in_a_hurry_goes_before_others_that_wait(in_groups: bool) -> Non
         assert step(1, None, 5) == [1, None, 5, "asked"]  # nothing passes what is of many chunks
         it.thread.end_step()
         assert step(1, 5) == [1, 5, "asked"]
+
+
+def test_a_chunk_in_a_hurry_whose_gradient_is_still_computed_holds_nobody_up() -> None:
+    with rig("issuer", in_groups=True) as it:
+        order: list[int] = []
+        begun, go = threading.Event(), threading.Event()
+        it.thread.hurry(5)
+        it.thread.run_later(lambda: begun.set() or (go.wait(TIMEOUT_S) and None), chunk=0)
+        assert begun.wait(TIMEOUT_S)
+        for _ in range(2):  # as many as are taken ahead
+            it.thread.run_later(lambda: None, chunk=0)
+        it.thread.run_later(partial(order.append, 1), chunk=1)
+        it.thread.run_later(partial(order.append, 5), chunk=5, ready=lambda: False)
+        it.thread.run_later(partial(order.append, 2), chunk=2)
+        go.set()
+        it.wait()
+        assert order == [1, 2, 5]
 
 
 def test_what_is_asked_has_its_answer_or_its_error() -> None:
