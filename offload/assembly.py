@@ -24,7 +24,7 @@ from offload.planning import element_bytes, make_plan
 from offload.report import StageClock
 from offload.schedule.backlog import RUN_AHEAD
 from offload.schedule.backward_room import BackwardRoom, Queue
-from offload.schedule.conveyor import FixedSlots, FreshSlots
+from offload.schedule.device_slots import NUM_SLOTS, FixedSlots, FreshSlots, stream_tile_numel
 from offload.schedule.device_stepper import DeviceStepper
 from offload.schedule.engine import Engine
 from offload.schedule.host_stepper import HostStepper
@@ -33,7 +33,7 @@ from offload.schedule.mode_costs import Placement
 from offload.schedule.plan import Plan
 from offload.schedule.policy import Policy
 from offload.schedule.stepper import Stepper
-from offload.schedule.stream_stepper import NUM_SLOTS, StreamStepper, stream_tile_numel
+from offload.schedule.stream_stepper import StreamStepper
 from offload.schedule.updater import HostUpdater, Updater
 from offload.schedule.worker import Worker
 from offload.threads import Budget, bind_current_thread, configure_cpu_optimizer_threads

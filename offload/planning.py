@@ -16,8 +16,8 @@ from offload.layout import Chunk, Kind, build_chunks
 from offload.memory import cgroup_memory_left
 from offload.options import Options
 from offload.parameters import ParamRecord
+from offload.schedule.device_slots import NUM_SLOTS, stream_tile_numel
 from offload.schedule.plan import ChunkSize, Machine, Plan, Workload, needs_rates, plan
-from offload.schedule.stream_stepper import NUM_SLOTS, stream_tile_numel
 from offload.schedule.stream_tiles import num_arrays
 from offload.threads import configure_cpu_optimizer_threads
 from offload.transfer.ring import Ring

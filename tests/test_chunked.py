@@ -21,9 +21,8 @@ from offload.errors import (
     StateError,
     WorkerError,
 )
-from offload.schedule.conveyor import FixedSlots
+from offload.schedule.device_slots import BUFFER_BYTES, NUM_SLOTS, FixedSlots, stream_tile_numel
 from offload.schedule.policy import Policy
-from offload.schedule.stream_stepper import BUFFER_BYTES, NUM_SLOTS, stream_tile_numel
 from offload.transfer.host import LaneTransport
 from tests.training import (
     Recorder,

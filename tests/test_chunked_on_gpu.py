@@ -13,7 +13,7 @@ import torch
 
 import offload
 from offload.schedule.device_gradients import DeviceGradients
-from offload.schedule.stream_stepper import BUFFER_BYTES
+from offload.schedule.device_slots import BUFFER_BYTES
 from offload.transfer.pinned import allocate, pinned_bytes
 from tests.device_gate import DeviceGate
 from tests.training import (

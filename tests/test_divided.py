@@ -653,7 +653,7 @@ def test_its_streamed_tiles_go_before_those_of_chunks_that_wait(monkeypatch: pyt
             optimizer.synchronize()
             loss = loss_of(model, batches(1)[0])
             if mode == "hybrid":
-                fired = optimizer._engine._stepper._stream._order
+                fired = optimizer._engine._stepper._stream._forecast.order
                 monkeypatch.setattr(Conveyor, "_work", noted)
                 made["stream"].hold("to_device")  # the first jobs are at work, all others wait
             loss.backward()
@@ -714,7 +714,7 @@ def test_gradients_do_not_outlive_their_updates_until_the_next_backward(
         monkeypatch.setattr(Conveyor, "_work", noted)
         train(model, optimizer, batches(1))
         engine = optimizer._engine
-        engine._stepper._stream._issuer.call(lambda: None)  # after all that was submitted
+        engine._stepper._stream.issuer.call(lambda: None)  # after all that was submitted
         engine._worker.call(lambda: None, on_copier=True)
         assert engine.flight is not None
         assert seen

@@ -443,10 +443,11 @@ class OnItsOwnThread(StreamStepper):
 
     def __init__(self, *, worker: Worker, **options: Any) -> None:
         backend = NumbaBackend(AdamWRule, num_threads=1, flush_denormals=True, cache_dir=None)
-        options |= {"updater": HostUpdater(backend), "trips_ahead": self.depth}
+        updater = HostUpdater(backend)
+        self.issuer = Worker("offload-stream", depth=self.depth, timeout_s=60.0)
+        options |= {"updater": updater, "trips_ahead": self.depth, "issuer": self.issuer}
         super().__init__(worker=worker, **options)
-        self._issuer = self._runner = Worker("offload-stream", depth=self.depth, timeout_s=60.0)
-        self._issuer.call(self._updater.start)
+        self.issuer.call(updater.start)
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
@@ -481,7 +482,7 @@ def test_a_thread_that_hangs_meets_the_deadline(monkeypatch: pytest.MonkeyPatch)
     over = threading.Event()
     with hybrid(model, share=1.0, config={"tile_numel": 1024}) as optimizer:
         train(model, optimizer, batches(2))
-        optimizer._engine._stepper._stream._issuer.timeout_s = 0.2
+        optimizer._engine._stepper._stream.issuer.timeout_s = 0.2
         monkeypatch.setattr(Conveyor, "run", lambda self, trips: over.wait(30))
         try:
             loss_of(model, batches(1)[0]).backward()

@@ -10,10 +10,10 @@ from offload.cli.chunks import chunk_sizes, stages
 from offload.cli.model_shape import ModelShape
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
+from offload.schedule.device_slots import NUM_SLOTS, stream_tile_numel
 from offload.schedule.memory_estimate import Activations
 from offload.schedule.mode_costs import ChunkSize, Placement, Workload
 from offload.schedule.step_estimate import Arrival
-from offload.schedule.stream_stepper import NUM_SLOTS, stream_tile_numel
 from offload.transfer.ring import Ring
 
 __all__ = [

@@ -26,7 +26,7 @@ The engine owns the order of these events; state that has rules of its own is ow
 `foreign_writes`  which weights somebody else wrote
 `gradient_sums`   the norm and the exchange with other ranks
 `change_guard`    the call that is changing state, or was cut short doing so
-`landing`         the step that is under way, and the report of the last one
+`landing`         the step that is under way, whether ``step()`` waits for it, and the report of the last one
 `state_views`     state as the outside sees it
 ================  =============================================================================================
 
@@ -117,7 +117,7 @@ class Engine:
         self.views = StateViews(stepper, reduced)
         self._writes = ForeignWrites(stepper, self.records)
         self._stepper, self._worker, self._clock = stepper, worker, clock
-        self._ranks, self._overlaps = ranks, overlaps
+        self._ranks = ranks
         self._lay_out = functools.partial(
             build_chunks, tile_numel=tile_numel, chunk_by=chunk_by, chunk_numel=chunk_numel
         )
@@ -128,7 +128,16 @@ class Engine:
         self._hooks = GradientHooks(self._ledger, clock)
         watch = BackwardWatch(self._hooks.locked(self._ledger.end_backward))
         self._arrivals = Arrivals(self._ledger, watch, self.records, self._early)
-        self._landing = Landing(stepper, departing, clock, self._sums, self._writes, self._hooks.take_seconds)
+        self._landing = Landing(
+            stepper,
+            departing,
+            policy,
+            clock,
+            self._sums,
+            self._writes,
+            self._hooks.take_seconds,
+            overlaps=overlaps,
+        )
         #: Called before a step's first gradient is taken: the front looks for changed param groups.
         self.before_first: Callable[[], None] = _nothing
         self._begun = False
@@ -287,7 +296,7 @@ class Engine:
     def _apply(self, verdict: Verdict | None) -> None:
         with self._guard.refusable():
             self._stepper.step_rest(self._early.rows_of_rest(verdict.coefficient if verdict else 1.0))
-            if not self._departs:
+            if not self._landing.departs:
                 with self._clock.span("wait_stepper"):
                     self._stepper.finish()
         for record in self._arrivals.fired():
@@ -313,21 +322,6 @@ class Engine:
         """Indices of the parameters whose state consists of other tensors since the last call."""
         return self._early.take_moved()
 
-    @property
-    def _agrees_later(self) -> bool:
-        """Whether ranks agree on a step's norm in the ``step()`` after, since it is not known yet in its own.
-
-        By what is the same on all ranks. The first step's is agreed in its own, so that there always is a report.
-        """
-        is_open = self._overlaps and not self.policy.needs_norm_first
-        return is_open and not self._ranks.alone and self._landing.report is not None
-
-    @property
-    def _departs(self) -> bool:
-        """Whether ``step()`` returns before all is done."""
-        is_agreed = self._ranks.alone or self.policy.needs_norm_first
-        return self._landing.departs and (is_agreed or self._agrees_later)
-
     def _conclude(self, verdict: Verdict | None, start: float) -> None:
         """Close the books of a step; what was submitted may still be running where steps depart."""
         skipped = verdict is not None and verdict.skip
@@ -340,7 +334,7 @@ class Engine:
             rolled_back=self._early.rolled_back,
             span=self._clock.span,
         )
-        departs, agrees_later = self._departs and not skipped, self._agrees_later
+        departs, agrees_later = self._landing.departs and not skipped, self._landing.agrees_later
         if agrees_later:
             with self._guard.refusable():
                 self._landing.agree(touched=self._ledger.touched)
@@ -374,9 +368,7 @@ class Engine:
 
     @property
     def report(self) -> StepReport | None:
-        """Of the last step, which is completed for it; where ranks agree later, of the last that they agreed on."""
-        if not self._agrees_later:
-            self.land()
+        """See `Landing.report`."""
         return self._landing.report
 
     @property

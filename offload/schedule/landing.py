@@ -21,6 +21,7 @@ from offload.report import StageClock, StepReport
 from offload.schedule.flight import Departing, Flight
 from offload.schedule.foreign_writes import ForeignWrites
 from offload.schedule.gradient_sums import GradientSums
+from offload.schedule.policy import Policy
 from offload.schedule.stepper import Stepper
 from offload.schedule.verdict import Verdict
 
@@ -32,6 +33,8 @@ class Landing:
 
     Args:
         departing: the stepper again, where steps may end after ``step()``.
+        policy: whether a norm decides something.
+        overlaps: whether steps may end after ``step()``, on this rank or on another.
         sums: gives the norm, where nobody needed it before.
         writes: weights that somebody wrote while the step was under way.
         hook_seconds: what gradient hooks took since it was last asked.
@@ -41,21 +44,42 @@ class Landing:
         self,
         stepper: Stepper,
         departing: Departing | None,
+        policy: Policy,
         clock: StageClock,
         sums: GradientSums,
         writes: ForeignWrites,
         hook_seconds: Callable[[], float],
+        *,
+        overlaps: bool,
     ) -> None:
         self._stepper, self._departing, self._clock = stepper, departing, clock
+        self._policy, self._overlaps = policy, overlaps
         self._sums, self._writes, self._hook_seconds = sums, writes, hook_seconds
         self.flight: Flight | None = None
-        self.report: StepReport | None = None
+        self._report: StepReport | None = None
         self._unagreed: tuple[StepReport, Share] | None = None
 
     @property
     def departs(self) -> bool:
-        """Whether steps may end after ``step()``."""
-        return self._departing is not None
+        """Whether ``step()`` returns before all is done."""
+        is_agreed = self._sums.alone or self._policy.needs_norm_first
+        return self._departing is not None and (is_agreed or self.agrees_later)
+
+    @property
+    def agrees_later(self) -> bool:
+        """Whether ranks agree on a step's norm in the ``step()`` after, since it is not known yet in its own.
+
+        By what is the same on all ranks. The first step's is agreed in its own, so that there always is a report.
+        """
+        is_open = self._overlaps and not self._policy.needs_norm_first
+        return is_open and not self._sums.alone and self._report is not None
+
+    @property
+    def report(self) -> StepReport | None:
+        """Of the last step, which is completed for it; where ranks agree later, of the last that they agreed on."""
+        if not self.agrees_later:
+            self.land()
+        return self._report
 
     def depart(self, flight: Flight) -> None:
         """All of a step has been submitted: it goes on by itself. Only where steps depart."""
@@ -86,7 +110,7 @@ class Landing:
             self._unagreed = None
             raise
         if report is not None:
-            self.report, self._unagreed = replace(report, grad_norm=norm), None
+            self._report, self._unagreed = replace(report, grad_norm=norm), None
 
     def land(self) -> None:
         """Complete the step that is under way, if one is.
@@ -127,7 +151,7 @@ class Landing:
             **counts,
         )
         if share is None:
-            self.report = report
+            self._report = report
         else:
             self._unagreed = report, share
 

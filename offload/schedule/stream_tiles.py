@@ -6,7 +6,7 @@ moments alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,6 +69,11 @@ class Place:
         self.record, self.chunk, self.span = record, chunk, span
         self.parts: list[tuple[StreamTile, Piece]] = []
 
+    @property
+    def chunk_index(self) -> int:
+        """The chunk's index."""
+        return self.chunk.chunk.index
+
     def state(self) -> dict[str, torch.Tensor]:
         """Flat views, the weight itself serving as the master where there is no other."""
         part = slice(self.span.start, self.span.start + self.span.numel)
@@ -115,10 +120,15 @@ class StreamState:
             mine = {name: part[chunk.index] for name, part in parts.items() if chunk.index in part}
             self._cut(StreamChunk(chunk, mine, sums[chunk.index], nonfinite[chunk.index]), records)
 
-    def aim(self) -> None:
-        """Find the compute weights of all tiles."""
-        for tile in self.tiles:
-            tile.aim()
+    def tiles_of(self, param: int) -> list[StreamTile]:
+        """The tiles that a parameter lies in, in order."""
+        return [tile for tile, _ in self.places[param].parts]
+
+    def aim(self, records: Iterable[ParamRecord]) -> None:
+        """Find the compute weights of `records` again, which may have moved."""
+        for record in records:
+            for tile in self.tiles_of(record.index):
+                tile.aim()
 
     def close(self) -> None:
         """Unpin and unmap everything; no copy may be running."""

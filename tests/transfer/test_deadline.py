@@ -10,7 +10,7 @@ import torch
 
 from offload.errors import DeadlineError, WorkerError
 from offload.report import StageClock
-from offload.schedule.conveyor import FixedSlots
+from offload.schedule.device_slots import FixedSlots
 from offload.schedule.device_stepper import DeviceStepper
 from offload.schedule.stream_stepper import StreamStepper
 from offload.schedule.worker import Worker
