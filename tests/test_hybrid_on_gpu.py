@@ -210,11 +210,11 @@ def test_f14_an_overlapped_step_gives_the_losses_of_a_plain_one(
     expected = losses(overlap=False)
     enqueue = CudaTransport._enqueue
 
-    def late(self: CudaTransport, stream: torch.cuda.Stream, copies: Any, after: Any) -> Any:
-        if stream is self._to_device and copies:
-            with torch.cuda.stream(stream):
+    def late(self: CudaTransport, lane: Any, copies: Any, after: Any) -> Any:
+        if lane is self._to_device and copies:
+            with torch.cuda.stream(lane.stream):
                 torch.cuda._sleep(CYCLES // 8)
-        return enqueue(self, stream, copies, after)
+        return enqueue(self, lane, copies, after)
 
     monkeypatch.setattr(CudaTransport, "_enqueue", late)
     if not gated:

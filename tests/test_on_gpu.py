@@ -101,7 +101,7 @@ def test_f20_a_speculative_step_is_rolled_back(monkeypatch: pytest.MonkeyPatch, 
         issue = getattr(CudaTransport, f"issue_{slow}")
 
         def delayed(self: CudaTransport, *arguments: Any, **options: Any) -> Any:
-            with torch.cuda.stream(getattr(self, f"_{slow}")):
+            with torch.cuda.stream(getattr(self, f"_{slow}").stream):
                 torch.cuda._sleep(CYCLES // 10)
             return issue(self, *arguments, **options)
 
