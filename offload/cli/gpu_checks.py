@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from offload import rates
 from offload.cli.findings import Finding
 from offload.cli.units import as_gib
 from offload.errors import PinningError
+from offload.streams import QUEUES, queue_advice
 from offload.threads import Budget, allowed_cpus, cpus_of_node, numa_node_of_gpu
 from offload.transfer.pinned import Slab
 
@@ -30,6 +32,7 @@ def gpu_findings(budget: Budget, *, measure: bool = True) -> Iterator[Finding]:
         yield Finding(section, "GPUs", 0, "none that torch sees: parameters on the CPU take the same path")
         return
     yield Finding(section, "GPUs", torch.cuda.device_count(), str(torch.cuda.device_count()))
+    yield Finding(section, QUEUES, os.environ.get(QUEUES), os.environ.get(QUEUES, "not set"), queue_advice())
     for index in range(torch.cuda.device_count()):
         yield from _device_findings(index)
     if measure:

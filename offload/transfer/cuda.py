@@ -29,6 +29,8 @@ ours that can begin, and others get in. Order stays what it was, and so does the
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -37,11 +39,14 @@ import torch
 
 from offload.driver import NO_CONTEXT, NOT_READY, check, driver
 from offload.errors import ClosedError, ConfigError
+from offload.streams import queue_advice
 from offload.transfer.deadline import run_within
 from offload.transfer.pinned import is_pinned
 from offload.transfer.transport import Copy, Ready, Signal, Transfer, check_copies, record_time
 
 __all__ = ["TURN_BYTES", "CudaTransport"]
+
+logger = logging.getLogger(__name__)
 
 TURN_BYTES = 32 * 2**20
 """What a stream copies before another one gets its turn: 0.6 ms of a PCIe 5 link."""
@@ -62,6 +67,8 @@ class CudaTransport:
             timeout_s: Longest wait of ``synchronize`` and ``close``. See Note [Deadlines] for ``wait``.
         """
         self.device = _with_index(device)
+        if advice := queue_advice():
+            _warn_once(advice)
         self._timeout_s = timeout_s
         self._ready_events = _EventPool(blocking=False)
         self._to_host = _Lane(self.device, self._ready_events)
@@ -284,6 +291,11 @@ class _EventPool:
         except IndexError:
             event = torch.cuda.Event(blocking=self._blocking)
         return _PooledEvent(event, self._idle)
+
+
+@functools.cache
+def _warn_once(advice: str) -> None:
+    logger.warning("%s", advice)
 
 
 def _is_told_apart(stream: torch.cuda.Stream) -> bool:

@@ -340,3 +340,14 @@ def test_copies_of_one_direction_keep_their_order_over_turns(
     target, first = (host, 0) if to_host else (card, 1)
     assert (target[last] == 2).all()
     assert (target[:-MIB] == first).all()
+
+
+def test_too_few_hardware_queues_are_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver has read the variable long ago: only what is said is tested."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    cuda._warn_once.cache_clear()
+    for _ in range(2):
+        CudaTransport("cuda").close()
+    assert caplog.text.count("CUDA_DEVICE_MAX_CONNECTIONS=1") == 1
