@@ -31,6 +31,9 @@ __all__ = ["Agreement", "Part", "Ranks", "Share"]
 
 logger = logging.getLogger(__name__)
 
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Equal tensors of all ranks into one. torch 2.13 has it under the first name, and warns of the second."""
+
 LONGEST_S = 1e9
 """Of a wait: thirty years, which clocks in nanoseconds hold."""
 
@@ -193,7 +196,7 @@ class Ranks:
         try:
             if not self._is_grouped:
                 self._group, self._is_grouped = _group_of(self._members, self._timeout_s), True
-            work = dist.all_gather_into_tensor(rows, mine, group=self._group, async_op=True)
+            work = all_gather(rows, mine, group=self._group, async_op=True)
             work.wait(_duration(self._timeout_s))
             gathered = rows.view(-1, len(mine)).tolist()
         except (RuntimeError, ValueError) as error:

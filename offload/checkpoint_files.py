@@ -36,10 +36,13 @@ ASIDE = ".writing"
 def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
     """Write `state` with ``torch.save`` to the file `path`, which is replaced as a whole or not at all.
 
+    Its folder is made where there is none.
+
     Raises:
         OSError: it could not be written; what was at `path` is as it was.
     """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.{uuid4().hex[:8]}{ASIDE}")
     try:
         with aside.open("xb") as file:

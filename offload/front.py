@@ -83,7 +83,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         try:
             with torch.inference_mode(False), Construction() as self._construction:
                 # Not in inference mode: state that is made inside could never be written outside.
-                self._build(list(params), defaults, options)
+                self._build(_listed(params), defaults, options)
             self._construction.log(sum(record.numel for record in self._registry.by_param.values()))
             if model is not None:
                 self._model_watch = ModelWatch(model, weakly(self._before_forward))
@@ -428,3 +428,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if engine.failed and not engine.alone and torch.is_grad_enabled():
             return  # the others would wait for this rank's shards: step() tells them, and raises
         engine.require_untouched("a forward of the model")
+
+
+def _listed(params: Params) -> list[Any]:
+    """Of a module torch would say that one of the params is a layer, or that it is not iterable."""
+    if isinstance(params, torch.nn.Module | torch.Tensor):
+        raise ConfigError(
+            f"params is a {type(params).__name__}: pass model.named_parameters(), model.parameters() or param groups"
+        )
+    return list(params)

@@ -47,7 +47,8 @@ class AdamW(OffloadOptimizer):
         masters: what `cast_compute_weights` returned, where the model was FP32; otherwise masters are the weights.
         mode: ``"resident"`` (state on the device), ``"all-at-once"``, ``"chunked-sync"``, ``"chunked-stream"`` (state on
             the host, stepped on the device at ``step()``), ``"wavefront"`` (state on the host, stepped there inside
-            backward), or ``"auto"``: the planner chooses, see docs/planner.md.
+            backward), ``"hybrid"`` (some layers so, the others streamed through the device meanwhile; ``backend="numba"``
+            alone), or ``"auto"``: the planner chooses, see docs/planner.md.
         backend: ``"numba"``, or ``"torch"`` for fused ``torch.optim`` kernels on the host.
         max_grad_norm: global L2 norm to which gradients are clipped, exactly; None for no clipping.
         clip: how a wavefront clips, and treats non-finite gradients: ``"speculate"`` (updates run inside backward as if
@@ -61,7 +62,7 @@ class AdamW(OffloadOptimizer):
         flush_denormals: treat denormals as zero; False keeps them as torch does by default, up to 11 times slower.
         overlap_forward: ``step()`` returns while the last chunks are still being stepped, and each layer's forward waits for
             its own weights; the bits are the same. Needs `model`, whose modules get the hooks, and mode ``"wavefront"`` or
-            ``"hybrid"`` to have an effect; on one rank. Weights that are read past the modules' calls are not guarded: call
+            ``"hybrid"`` to have an effect. Weights that are read past the modules' calls are not guarded: call
             `synchronize` first (docs/overlap-forward.md).
         model: the model that has all parameters of the optimizer. Its forward raises `MidStepError` between a backward that
             applied parts of a step and ``step()``, when weights are part old, part new. None: that is the caller's to avoid.

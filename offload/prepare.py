@@ -77,7 +77,7 @@ def cast_compute_weights(
             weights go by the first of their names.
 
     Raises:
-        ConfigError: `dtype` is neither; `keep_fp32` is no regular expression, or one that matches no FP32 parameter.
+        ConfigError: `dtype` is neither; `keep_fp32` is no regular expression or predicate, or matches no FP32 parameter.
         UnsupportedDtypeError: a parameter is on the meta device, or one that is to be trained is neither FP32 nor BF16.
         ParameterError: a parameter is sharded already.
     """
@@ -135,6 +135,11 @@ def _predicate(keep_fp32: str | Callable[[str], bool] | None) -> Callable[[str],
         return lambda name: False
     if callable(keep_fp32):
         return keep_fp32
+    if not isinstance(keep_fp32, str):
+        raise ConfigError(
+            f"keep_fp32={keep_fp32!r} is a {type(keep_fp32).__name__}: expected a regular expression, such as "
+            "r'router|norm', a function of a name, or None"
+        )
     try:
         pattern = re.compile(keep_fp32)
     except re.error as error:

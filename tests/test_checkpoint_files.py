@@ -48,6 +48,13 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert names(tmp_path) == {"file"}
 
 
+def test_the_folder_is_made(tmp_path: Path) -> None:
+    """As `save_sharded` does: a run should not end at its first save."""
+    path = tmp_path / "runs" / "today" / "file"
+    offload.save_checkpoint(STATE, path)
+    assert equal(offload.load_checkpoint(path), STATE)
+
+
 def test_permissions_are_the_usual_ones(tmp_path: Path) -> None:
     offload.save_checkpoint(STATE, tmp_path / "file")
     (tmp_path / "other").touch()

@@ -227,6 +227,14 @@ def test_nothing_to_optimize(params: list[nn.Parameter]) -> None:
         offload.AdamW(params)
 
 
+@pytest.mark.parametrize("params", [nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2), parameter()])
+def test_a_model_or_a_tensor_is_not_what_holds_parameters(params: Any) -> None:
+    with pytest.raises(
+        offload.ConfigError, match=rf"{type(params).__name__}: pass model.named_parameters\(\)"
+    ):
+        offload.AdamW(params)
+
+
 @pytest.mark.parametrize("flag", ["amsgrad", "capturable", "differentiable"])
 def test_unsupported_flags_of_groups_are_refused(flag: str) -> None:
     with pytest.raises(offload.ConfigError, match=flag):

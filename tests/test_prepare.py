@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -121,6 +123,15 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 def test_a_bad_expression_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=r"keep_fp32='\('"):
         cast_compute_weights(Model(), dtype, keep_fp32="(")
+
+
+@pytest.mark.parametrize("keep_fp32", [["router", "norm"], {"norm"}, 1])
+def test_what_is_neither_expression_nor_predicate_is_refused(keep_fp32: Any) -> None:
+    model = Model()
+    before = dtypes(model)
+    with pytest.raises(ConfigError, match=r"keep_fp32=.* is a (list|set|int): expected a regular expression"):
+        cast_compute_weights(model, keep_fp32=keep_fp32)
+    assert dtypes(model) == before
 
 
 @pytest.mark.parametrize("pattern", ["ruoter", "^norm$", r"\.old", "running_mean"])

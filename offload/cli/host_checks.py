@@ -192,7 +192,7 @@ def _lock_finding() -> Finding:
         "memory",
         "lockable",
         limit,
-        "unlimited" if limit is None else f"{limit} bytes (ulimit -l)",
+        "unlimited" if limit is None else f"{limit / 2**20:,.0f} MiB (ulimit -l)",
         "if pinning is refused, raise `ulimit -l` (in containers --ulimit memlock=-1)" if small else None,
     )
 

@@ -54,7 +54,15 @@ class ModelShape:
     num_dense_layers: int = 0
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden", "vocabulary", "num_heads", "num_kv_heads", "head_dim")
+        sizes = (
+            "num_layers",
+            "hidden",
+            "intermediate",
+            "vocabulary",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -148,6 +156,8 @@ def read_config(path: Path) -> ModelShape:
         raise ConfigError(f"{file}: cannot be read ({error}); name a config.json or its folder") from None
     except ValueError as error:
         raise ConfigError(f"{file}: is no JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: holds a {type(config).__name__}, not the object of a config.json")
     return shape_of_config(config, str(file))
 
 
@@ -164,11 +174,15 @@ def shape_of_config(config: Mapping[str, Any], name: str = "config") -> ModelSha
 
     def number(*names: str, default: int | None = None) -> int:
         value = next((config[key] for key in names if config.get(key) is not None), default)
+        if value is None:
+            raise ConfigError(f"{name}: {' or '.join(names)} is missing")
         if not isinstance(value, int) or isinstance(value, bool):
             raise ConfigError(f"{name}: {names[0]} is {value!r}, a whole number is needed")
         return value
 
     heads, hidden, layers = number("num_attention_heads"), number("hidden_size"), number("num_hidden_layers")
+    if heads < 1:
+        raise ConfigError(f"{name}: num_attention_heads={heads} must be at least 1")
     shape: dict[str, Any] = {
         "num_layers": layers,
         "hidden": hidden,

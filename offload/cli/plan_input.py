@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,7 +53,7 @@ def read_input(
         ConfigError: an option is wrong, or the model is not known.
     """
     run = _run(_shape(model), training)
-    state_bytes = None if memory.device_state is None else parse_bytes(memory.device_state)
+    state_bytes = _bytes("--device-state", memory.device_state)
     config = OffloadConfig(
         stream_share=training.stream_share, device_budget=state_bytes, moments=training.moments
     )
@@ -65,8 +66,8 @@ def read_input(
     passes = _passes(run, rates, speed, notes)
     budgets = {
         "device": _device_budget(memory.device_budget, notes),
-        "host": None if memory.host_budget is None else parse_bytes(memory.host_budget),
-        "pinned": None if memory.pinned_budget is None else parse_bytes(memory.pinned_budget),
+        "host": _bytes("--host-budget", memory.host_budget),
+        "pinned": _bytes("--pinned-budget", memory.pinned_budget),
     }
     return PlanInput(run, config, rates, passes, budgets, host_memory(), tuple(notes))
 
@@ -83,23 +84,26 @@ def _shape(model: ModelOptions) -> ModelShape:
         "num_heads": model.heads,
         "num_kv_heads": model.kv_heads,
         "head_dim": model.head_dim,
+        "tied": model.tied,
     }
     given = {name: number for name, number in numbers.items() if number is not None}
     if model.config is not None:
         return replace(read_config(model.config), **given)  # type: ignore[arg-type]
-    needed = ("num_layers", "hidden", "vocabulary")
-    lacking = [name for name in needed if name not in given]
+    needed = {"num_layers": "--layers", "hidden": "--hidden", "vocabulary": "--vocab"}
+    lacking = [option for name, option in needed.items() if name not in given]
     if lacking:
         raise ConfigError(
-            f"the model is not known: name a config.json, or give {', '.join(needed)} (missing: {', '.join(lacking)}; "
-            "options --layers, --hidden, --vocab)"
+            "the model is not known: name a config.json, or give --layers, --hidden and --vocab "
+            f"(missing: {', '.join(lacking)})"
         )
-    return replace(ModelShape(**{**_usual_widths(given), **given}), tied=model.tied)  # type: ignore[arg-type]
+    return ModelShape(**{**_usual_widths(given), **given})  # type: ignore[arg-type]
 
 
 def _usual_widths(given: dict[str, int]) -> dict[str, int]:
     hidden = given["hidden"]
     heads = given.get("num_heads", max(1, hidden // 128))
+    if heads < 1:
+        raise ConfigError(f"--heads={heads} must be at least 1")
     return {
         "intermediate": 4 * hidden,
         "num_heads": heads,
@@ -112,7 +116,7 @@ def _run(shape: ModelShape, training: RunOptions) -> Run:
     return Run(
         shape,
         tokens=training.tokens,
-        sequence=training.sequence or training.tokens,
+        sequence=training.tokens if training.sequence is None else training.sequence,
         ranks=training.ranks,
         dtype=training.dtype,
         checkpointing=training.checkpointing,
@@ -150,9 +154,16 @@ def _check_rates(speed: RateOptions) -> None:
         ("--kernel-rate", speed.kernel_rate),
         ("--link-rate", speed.link_rate),
         ("--device-memory-rate", speed.device_memory_rate),
+        ("--resident-step", speed.resident_step),
+        ("--device-rate", speed.device_rate),
+        ("--forward-share", speed.forward_share),
     ):
-        if value is not None and value <= 0:
-            raise ConfigError(f"{name}={value} must be more than 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value} must be more than 0, and finite")
+    if speed.forward_share is not None and speed.forward_share >= 1:
+        raise ConfigError(
+            f"--forward-share={speed.forward_share} must be less than 1: the rest is backward's"
+        )
 
 
 def _measured(notes: list[str]) -> Rates:
@@ -196,9 +207,16 @@ def _passes(run: Run, rates: Rates | None, speed: RateOptions, notes: list[str])
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
+def _bytes(option: str, given: str | None) -> int | None:
+    try:
+        return None if given is None else parse_bytes(given)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
 def _device_budget(given: str | None, notes: list[str]) -> int | None:
     if given is not None:
-        return parse_bytes(given)
+        return _bytes("--device-budget", given)
     if not torch.cuda.is_available():
         notes.append(
             "no GPU here and no --device-budget: the plan is for a GPU with as much memory as a mode takes"

@@ -32,7 +32,10 @@ class ModelOptions:
     head_dim: Annotated[int | None, typer.Option(help="Width of a head; hidden over heads by default.")] = (
         None
     )
-    tied: Annotated[bool, typer.Option(help="Whether the head is the embedding.")] = False
+    tied: Annotated[
+        bool | None,
+        typer.Option("--tied/--no-tied", help="Whether the head is the embedding; not by default."),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,8 @@ def test_plan_from_a_config(tmp_path: Path) -> None:
     assert "recommended: hybrid" in table
     assert "hybrid: misc.0 comes last and is divided" in table
     assert "4.02 G parameters" in table
+    untied = plan_json(str(tmp_path), *options, "--no-tied")  # what is given goes before the file
+    assert untied["model"]["parameters"] == 4_022_468_096 + 151_936 * 2560
 
 
 def test_plan_of_a_hybrid_with_room_for_no_state() -> None:
@@ -217,7 +219,14 @@ def test_plan_by_the_rate_of_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan", "--layers", "4"], "hidden"),
+        (["plan", "--layers", "4"], "(missing: --hidden, --vocab)"),
+        (["plan", *MODEL, "--heads", "0"], "--heads=0"),
+        (["plan", *MODEL, "--intermediate", "0"], "intermediate=0"),
+        (["plan", *MODEL, "--sequence", "0"], "sequence=0"),
+        (["plan", *MODEL, "--pinned-budget", "4XB"], "--pinned-budget: '4XB'"),
+        (["plan", *MODEL, *RATES, "--device-rate", "0"], "--device-rate=0"),
+        (["plan", *MODEL, *RATES, "--resident-step", "nan"], "--resident-step=nan"),
+        (["plan", *MODEL, *RATES, "--device-rate", "9", "--forward-share", "1"], "--forward-share=1"),
         (["plan", *MODEL, "--link-rate", "-1"], "--link-rate=-1"),
         (["plan", *MODEL, "--moments", "fp8"], "moments='fp8'"),
         (["plan", "nowhere/config.json"], "nowhere"),

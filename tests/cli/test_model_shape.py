@@ -88,6 +88,9 @@ def test_a_folder_or_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"broken\.json"):
         read_config(tmp_path / "broken.json")
+    (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"list\.json: holds a list"):
+        read_config(tmp_path / "list.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path / "none.json")
 
@@ -96,7 +99,9 @@ def test_a_folder_or_a_file_is_read(tmp_path: Path) -> None:
     ("change", "named"),
     [
         ({"model_type": "mamba"}, "mamba"),
-        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096'"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
         ({"num_key_value_heads": 5}, "num_kv_heads=5"),
         ({"num_hidden_layers": 0}, "num_layers=0"),
     ],
