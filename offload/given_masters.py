@@ -17,7 +17,7 @@ from offload.config import sample
 from offload.distributed import local_shard
 from offload.errors import ConfigError, ParameterError
 from offload.parameters import ParamRecord
-from offload.prepare import Masters
+from offload.prepare import Masters, was_cast
 
 __all__ = ["GivenMasters"]
 
@@ -46,6 +46,8 @@ class GivenMasters:
         given = self._of(records)
         if self._waiting and not given:
             _refuse_lost(self._waiting, records)
+        if self._waiting is None:
+            _warn_of_left_out([record.name for record in records if was_cast(record.param)])
         return given
 
     def of_later(self, records: Sequence[ParamRecord]) -> dict[int, torch.Tensor]:
@@ -89,6 +91,18 @@ def _refuse_lost(masters: Masters, records: Sequence[ParamRecord]) -> None:
             "masters out to start from the weights"
         )
     logger.info("masters= holds values of none of these parameters; their masters are taken from the weights")
+
+
+def _warn_of_left_out(names: Sequence[str]) -> None:
+    """The likeliest slip of all: casting, and dropping what that returned."""
+    if names:
+        logger.warning(
+            "masters= was left out, though cast_compute_weights has cast %d of these parameters (%s): training starts from "
+            "their BF16 values, without what the cast rounded away. Pass on what it returned, unless a checkpoint is loaded "
+            "next",
+            len(names),
+            sample(names),
+        )
 
 
 def _check(record: ParamRecord, master: torch.Tensor) -> None:

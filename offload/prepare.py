@@ -7,15 +7,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.config import require_match
 from offload.distributed import shard_of
 from offload.errors import ConfigError, ParameterError, UnsupportedDtypeError
 
-__all__ = ["Masters", "cast_compute_weights"]
+__all__ = ["Masters", "cast_compute_weights", "was_cast"]
 
 CASTABLE = (torch.float32, torch.bfloat16)
 """Dtypes of parameters: the first is cast, the second is what it is cast to, and left."""
+
+
+_cast: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters, none of which it keeps alive
+
+
+def was_cast(parameter: torch.Tensor) -> bool:
+    """Whether `cast_compute_weights` cast this very parameter, so that there are FP32 values of it somewhere."""
+    return parameter in _cast
 
 
 class Masters(Mapping[str, torch.Tensor]):
@@ -104,6 +113,7 @@ def cast_compute_weights(
     for name, parameter in chosen.items():
         masters.add(name, parameter, parameter.detach().to("cpu", copy=True))
         parameter.data = parameter.data.to(dtype)
+        _cast[parameter] = True
     return masters
 
 

@@ -38,12 +38,13 @@ import _published
 import torch
 from _measure import write_json
 from _one_mode import free, measure_mode, shape_of
-from _optimizers import BASELINE, NOT_OURS, parse_assignments
+from _optimizers import BASELINE, LIBRARY_RESIDENT, NOT_OURS, parse_assignments
 from _ranks import World, join_world
 from _shapes import SHAPES
 from _step_tables import compare_with_first, print_tables
 
-from offload import MemoryBudgetError, OffloadConfig
+from offload import ConfigError, MemoryBudgetError, OffloadConfig
+from offload.config import MODES
 
 # One mode after another in its own process ------------------------------------------------------------------
 
@@ -55,6 +56,7 @@ def main() -> None:
         return
     started = time.perf_counter()
     with join_world(torch.device(args.device)) as world:
+        refuse_unknown_options(args)
         refuse_old_checkpoints(args)
         layer_plan = plan_layers(args, world)
         modes = []
@@ -71,6 +73,19 @@ def main() -> None:
     failed = any(run["status"] == "error" for run in result["runs"])
     if failed or not all(check["equal"] for check in result["checkpoints"].values()):
         raise SystemExit(1)
+
+
+def refuse_unknown_options(args: argparse.Namespace) -> None:
+    """Before the run rather than in each of its modes."""
+    unknown = sorted(set(args.modes) - {*MODES, *NOT_OURS, LIBRARY_RESIDENT})
+    if unknown:
+        raise SystemExit(
+            f"bench_step.py: --modes {','.join(unknown)}: choose among {', '.join([*NOT_OURS, *MODES])}"
+        )
+    try:
+        OffloadConfig(**parse_assignments(args.config))
+    except ConfigError as error:
+        raise SystemExit(f"bench_step.py: --config: {error}") from None
 
 
 def refuse_old_checkpoints(args: argparse.Namespace) -> None:

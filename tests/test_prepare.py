@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload import cast_compute_weights
+from offload import AdamW, cast_compute_weights
 from offload.errors import ConfigError, UnsupportedDtypeError
 from offload.parameters import make_record
 
@@ -186,3 +186,27 @@ def test_a_model_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
 def test_a_meta_parameter_is_named() -> None:
     with pytest.raises(UnsupportedDtypeError, match="weight is on the meta device"):
         cast_compute_weights(torch.nn.Linear(2, 2, device="meta"))
+
+
+@pytest.mark.parametrize("passes_masters", [True, False])
+def test_masters_that_were_forgotten_are_warned_of(
+    passes_masters: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(8, 8)
+    masters = cast_compute_weights(model)
+    with AdamW(
+        model.named_parameters(),
+        masters=masters if passes_masters else None,
+        backend="torch",
+        mode="wavefront",
+    ):
+        pass
+    assert ("masters= was left out, though cast_compute_weights has cast 2" in caplog.text) != passes_masters
+
+
+def test_a_model_that_was_bf16_from_the_start_needs_no_masters(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(8, 8).bfloat16()
+    cast_compute_weights(model)  # casts nothing
+    with AdamW(model.named_parameters(), backend="torch", mode="wavefront"):
+        pass
+    assert "masters=" not in caplog.text

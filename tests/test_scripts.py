@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -211,9 +212,26 @@ def test_published_rows_stand_beside_ours(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_bench_step_records_a_mode_that_fails(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--model", "tiny", "--seq", "16", "--modes", "no-such-mode"]
-    result = run_script("bench_step.py", tmp_path / "out.json", *arguments, exit_status=1)
+    arguments = ["--device", "cpu", "--model", "tiny", "--seq", "16", "--modes", "wavefront"]
+    result = run_script(
+        "bench_step.py", tmp_path / "out.json", *arguments, "--optimizer", "lr=-1", exit_status=1
+    )
     assert result["runs"][0]["status"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--modes", "resident,wavefrunt", "wavefrunt: choose among"),
+        ("--config", "threds=2", "did you mean threads?"),
+    ],
+)
+def test_bench_step_refuses_what_it_does_not_know_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, option: str, value: str, said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--device", "cpu", "--model", "tiny", option, value])
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        bench_step.main()
 
 
 def test_text_comes_from_a_file_a_folder_or_the_standard_library(tmp_path: Path) -> None:

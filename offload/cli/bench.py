@@ -13,12 +13,13 @@ BENCHMARKS = {
     "step": "whole training steps of a Qwen3-shaped decoder in several modes",
     "memory": "extra device memory of a step with state on the host",
     "pipeline": "the wavefront's pipeline without a model",
+    "turns": "how long copies of other streams wait while streamed state crosses a GPU's link",
     "peers": "a step beside what one would use instead: fused AdamW, torchao, FSDP2",
 }
 
 
 def bench(context: typer.Context) -> None:
-    """Run a benchmark: kernel, step, memory, pipeline or peers. What follows its name goes to the script.
+    """Run a benchmark: kernel, step, memory, pipeline, turns or peers. What follows its name goes to the script.
 
     ``offload bench step --help`` shows the options of one.
     """
