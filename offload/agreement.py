@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from offload.config import sample
-from offload.distributed import mesh_ranks
+from offload.distributed import mesh_ranks, root_mesh
 from offload.errors import GradientError, OffloadError, ParameterError, PeerError
 
 __all__ = ["Agreement", "Part", "Ranks", "Share"]
@@ -88,6 +89,7 @@ class Ranks:
         self._replicas: dict[str, None] = {}
         self._members: frozenset[int] = frozenset()
         self._group: Any = None
+        self._mesh: DeviceMesh | None = None
         self._is_grouped = True
         self._device = torch.device("cpu")
         self._in_step = self._told = False
@@ -109,6 +111,7 @@ class Ranks:
                 if any(placement.is_partial() for placement in param.placements):
                     raise ParameterError(f"a parameter with placements {param.placements} is not whole")
                 self._device = _device_of(param)
+                self._mesh = root_mesh(param)
         if members != self._members:
             self._members, self._is_grouped = members, False
 
@@ -195,7 +198,7 @@ class Ranks:
         rows = torch.empty(len(self._members) * len(mine), dtype=torch.float64, device=self._device)
         try:
             if not self._is_grouped:
-                self._group, self._is_grouped = _group_of(self._members, self._timeout_s), True
+                self._group, self._is_grouped = _group_of(self._members, self._mesh, self._timeout_s), True
             work = all_gather(rows, mine, group=self._group, async_op=True)
             work.wait(_duration(self._timeout_s))
             gathered = rows.view(-1, len(mine)).tolist()
@@ -218,13 +221,28 @@ def _device_of(param: DTensor) -> torch.device:
     )
 
 
-def _group_of(members: frozenset[int], timeout_s: float) -> Any:
-    """A process group of these ranks, which all call this; None is the default group."""
+def _group_of(members: frozenset[int], mesh: DeviceMesh | None, timeout_s: float) -> Any:
+    """A process group of these ranks, which all call this; None is the default group.
+
+    That of a 1-D mesh of just these ranks is there already. Where NCCL's default group is bound to a device, a new one is
+    split from it, which all its ranks would have to call.
+    """
     if len(members) == dist.get_world_size():
         return None
+    group = None if mesh is None or mesh.ndim > 1 else _group_of_mesh(mesh)
+    # Asked, because torch may give an equal mesh of an earlier process group, whose names mean others by now.
+    if group is not None and frozenset(dist.get_process_group_ranks(group)) == members:
+        return group
     # Its own watch, which ends the process with NCCL, is to come after our waits, which raise.
     timeout = _duration(2 * timeout_s)
     return dist.new_group(sorted(members), timeout=timeout, use_local_synchronization=True)
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> Any:
+    try:
+        return mesh.get_group()
+    except (KeyError, RuntimeError, ValueError):  # its name means nothing any more
+        return None
 
 
 def _duration(seconds: float) -> dt.timedelta:

@@ -200,7 +200,7 @@ class OffloadConfig:
         """Raise where `chunk_by` says nothing of any parameter.
 
         Args:
-            names: of the parameters that the optimizer begins with, as far as they have any.
+            names: of the parameters that the optimizer begins with, frozen ones too, as far as they have any.
 
         Raises:
             ConfigError: there are no names, or the expression matches none.

@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -22,6 +23,7 @@ __all__ = [
     "matching_shard",
     "mesh_ranks",
     "peek_shard",
+    "root_mesh",
     "shard_like",
     "shard_of",
     "shard_start",
@@ -131,6 +133,11 @@ def mesh_ranks(parameter: torch.Tensor) -> frozenset[int]:
     """The ranks of the whole mesh that `parameter`'s mesh was sliced from; none where it is not sharded."""
     if not isinstance(parameter, DTensor):
         return frozenset()
+    return frozenset(root_mesh(parameter).mesh.flatten().tolist())
+
+
+def root_mesh(parameter: DTensor) -> DeviceMesh:
+    """The whole mesh that `parameter`'s mesh was sliced from, or that mesh."""
     mesh = parameter.device_mesh
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-    return frozenset(root.mesh.flatten().tolist())
+    root: DeviceMesh = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    return root

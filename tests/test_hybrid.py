@@ -26,7 +26,7 @@ from offload.errors import (
 )
 from offload.kernels.numba_backend import NumbaBackend
 from offload.kernels.rule import AdamWRule
-from offload.schedule.balancer import WORTH_S
+from offload.schedule.balancer import WORTH_S, Balancer
 from offload.schedule.conveyor import Conveyor
 from offload.schedule.hybrid_stepper import HybridStepper
 from offload.schedule.mode_costs import Placement
@@ -257,6 +257,36 @@ def test_chunks_change_sides_between_steps_and_no_bit_with_them(
         train(model, optimizer, batches(2), **each)
         assert_matches_reference(model, optimizer, reference)
     assert len({tuple(each.items()) for each in seen}) > len(movable)
+
+
+@pytest.mark.parametrize("first", ["stream", "host"])
+def test_weights_that_moved_while_the_other_side_stepped_them_are_found(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Their old memory is still there, and a side that comes back to them must not write to it."""
+    number = {"stream": 1000, "host": 0}
+    turn = [first]
+    monkeypatch.setattr(Balancer, "note", lambda self, *ends: min(number[turn[-1]], self._movable))
+
+    def end(mode: str) -> Snapshot:
+        model = make_decoder()
+        offload.cast_compute_weights(model)
+        old = []
+        with hybrid(model, mode=mode, share=None) as optimizer:
+            for side in ("host", "stream", "host") if first == "stream" else ("stream", "host", "stream"):
+                train(model, optimizer, batches(2))
+                for parameter in model.parameters():
+                    old.append(parameter.data)
+                    parameter.data = parameter.data.clone()
+                train(model, optimizer, batches(1))  # the side that steps them now finds them
+                turn.append(side)
+                train(model, optimizer, batches(1))  # after which they change sides
+            train(model, optimizer, batches(2))
+            return snapshot(model, optimizer)
+
+    expected = end("chunked-sync")
+    turn[:] = [first]
+    assert_same_snapshot(end("hybrid"), expected)
 
 
 def test_a_share_that_the_user_gave_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,6 +324,19 @@ def test_a_chunk_by_that_matches_no_name_is_refused() -> None:
     assert repr(config.chunk_by) in str(raised.value)
 
 
+def test_a_chunk_by_of_layers_that_are_frozen_for_now_is_taken() -> None:
+    model = make_decoder()
+    model.layers.requires_grad_(False)
+    config = offload.OffloadConfig(chunk_by=r"layers\.\d+")
+    with offload.AdamW(
+        model.named_parameters(), mode="resident", backend="torch", config=config
+    ) as optimizer:
+        train(model, optimizer, batches(1))
+        model.layers.requires_grad_()
+        train(model, optimizer, batches(1))
+        assert "layers.1 (fp32)" in {chunk.name for chunk in optimizer._engine.chunks}
+
+
 @pytest.mark.parametrize("chunk_by", [r"layers\.\d+", lambda name: "layer"])
 def test_a_chunk_by_without_names_is_refused(chunk_by: object) -> None:
     config = offload.OffloadConfig(chunk_by=chunk_by)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from offload.schedule.host_jobs import StepTile
 from offload.schedule.hybrid_stepper import HybridStepper
 from offload.schedule.mode_costs import Placement
 from offload.schedule.plan import ChunkPlan
+from offload.schedule.worker import Worker
 from tests.training import (
     Decoder,
     adamw,
@@ -661,3 +663,17 @@ def test_chunks_of_a_group_that_failed_half_way_have_gates(monkeypatch: pytest.M
 
 def _interrupted(*arguments: Any) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("reason", [offload.DeadlineError("took no job"), OSError("the link is down")])
+def test_a_mark_says_why_its_weights_will_not_come(reason: Exception) -> None:
+    """Also where the reason is a deadline, but not that of this wait."""
+    worker = Worker("failed", depth=1, timeout_s=60.0)
+    worker.fail(reason)
+    signal: Future[Any] = Future()
+    signal.set_exception(reason)
+    with pytest.raises(WorkerError, match=str(reason)):
+        Mark([signal], worker, 60.0).wait(on_host=True)
+    with pytest.raises(offload.DeadlineError, match=r"not ready within 0\.01 s"):
+        Mark([Future()], worker, 0.01).wait(on_host=True)
+    worker.close()

@@ -11,7 +11,7 @@ calls the optimizer, between backward passes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from offload.errors import GradientError, MidStepError, StateError, UndeclaredBackwardError
 from offload.parameters import ParamRecord
@@ -111,15 +111,15 @@ class Arrivals:
 
     def end_step(self) -> None:
         """They are applied: the ledger learns from them."""
-        self._clear_sources()
+        self._clear_sources(self.fired())
         self._ledger.end_step()
 
     def forget(self) -> None:
-        """They are dropped."""
-        self._clear_sources()
+        """They are dropped, with those that no hook took because of an error that ``step()`` raises."""
+        self._clear_sources(self._records.values())
         self._ledger.forget()
         self._watch.reset()
 
-    def _clear_sources(self) -> None:
-        for record in self.fired():
+    def _clear_sources(self, records: Iterable[ParamRecord]) -> None:
+        for record in records:
             record.source.clear()

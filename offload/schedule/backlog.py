@@ -222,14 +222,21 @@ class Backlog(Generic[T]):
         return len(self._early) >= most
 
     def _wait_for_room(self, timeout_s: float) -> bool:
-        start, is_full = time.monotonic(), self._full
+        end = time.monotonic() + timeout_s
         self._num_held_up += 1
         try:
             while self._must_wait():
-                if not self._room.wait(start + timeout_s - time.monotonic()):
+                if not self._wait_once(end):
                     return not self._must_wait()
             return True
         finally:
             self._num_held_up -= 1
+
+    def _wait_once(self, end: float) -> bool:
+        """Until somebody tells of a change; it may begin as full, and go on as one that has run ahead."""
+        start, is_full = time.monotonic(), self._full
+        try:
+            return self._room.wait(end - start)
+        finally:
             if is_full:
                 self.waited_s += time.monotonic() - start

@@ -53,14 +53,17 @@ class Mark:
 
     def _enqueued(self, signal: Future[Signal]) -> Signal:
         try:
-            return signal.result(self._timeout_s)
+            failed = signal.exception(
+                self._timeout_s
+            )  # not result(): errors that are timeouts are told apart
         except FutureTimeout as error:
             raise DeadlineError(
                 f"weights that the forward needs were not ready within {self._timeout_s} s (config.timeout_s)"
             ) from error
-        except Exception:
+        if failed is not None:
             self._worker.raise_error()
-            raise
+            raise failed
+        return signal.result()
 
 
 @dataclass

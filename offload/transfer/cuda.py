@@ -221,8 +221,9 @@ class _Lane:
         if len(self.streams) > 1 and self._num_bytes >= TURN_BYTES:
             passed = self._events.take()
             passed.record(self.stream)
+            # First: whatever ends this here, an error of the driver or Ctrl-C, no turn goes to a stream that does not wait.
+            passed.hold_back(self.streams[1 - self._turn])
             self._turn, self._num_bytes = 1 - self._turn, 0
-            passed.hold_back(self.stream)
 
 
 class _PooledEvent:

@@ -335,6 +335,55 @@ def test_a_layer_that_all_ranks_leave_out_changes_nothing(ranks: Ranks) -> None:
     ranks.run(layer_left_out_on_all_ranks, 2)
 
 
+class ReadingPast(Skipping):
+    """The plain layer is not left out: its weights are read past the module."""
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = nn.functional.linear(x, layer.weight, layer.bias) if skips and index == 1 else layer(x)
+        return x
+
+
+def train_reducing_by_hand(model: nn.Module, step: int, *, skips: bool = False) -> None:
+    """So that gradients of the plain layer stay in ``param.grad`` until ``step()``."""
+    train_with_a_plain_layer(model, step, skips=skips)
+    for parameter in model.layers[1].parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(dist.get_world_size())
+
+
+def refused_gradients_that_stay(ends_with: str) -> None:
+    """Nobody clears them between the refused step and the next one, or state is loaded in place of that step."""
+    logging.getLogger("offload").setLevel(logging.CRITICAL)
+    ends = []
+    for is_refused in (False, True):
+        model = ReadingPast()
+        optimizer = overlapped(model, config={"timeout_s": 60.0})
+        saved = optimizer.state_dict()
+        for step in range(3):
+            train_reducing_by_hand(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert is_under_way(optimizer)
+        if is_refused:
+            train_reducing_by_hand(model, 3, skips=True)
+        if ends_with == "load_state_dict":
+            optimizer.load_state_dict(saved)
+        elif is_refused:
+            with pytest.raises(offload.StateError, match="gradients are dropped"):
+                optimizer.step()
+        train_reducing_by_hand(model, 3)
+        optimizer.step()
+        ends.append(local_bits(model, optimizer))
+        optimizer.close()
+    assert_equal(*ends)
+
+
+@pytest.mark.parametrize("ends_with", ["step", "load_state_dict"])
+def test_refused_gradients_that_stay_in_grad_are_in_no_later_step(ranks: Ranks, ends_with: str) -> None:
+    ranks.run(refused_gradients_that_stay, 2, ends_with)
+
+
 def layer_left_out_in_evaluation() -> None:
     """On rank 1 alone, which raises at once and trains on without overlap."""
     ends = []

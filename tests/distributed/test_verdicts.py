@@ -323,6 +323,34 @@ def test_building_an_optimizer_waits_for_nobody(ranks: Ranks) -> None:
     assert_told(results[:2], "WorkerError", "a reason of its own")
 
 
+def groups_made_for(shape: tuple[int, ...]) -> tuple[int, float] | None:
+    """Ranks 0 and 1 of three have a mesh of their own: groups made beyond the mesh's for two steps, and the last norm."""
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = DeviceMesh("cpu", torch.arange(2).reshape(shape), mesh_dim_names=names)
+    if dist.get_rank() == 2:
+        return None
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    with (
+        optimizer_over(model, "wavefront", config={"timeout_s": 60.0}) as optimizer,
+        patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+    ):
+        for step in range(2):
+            model(torch.full((2, 8), 1.0 + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return new_group.call_count, optimizer.last_step.grad_norm
+
+
+def test_a_mesh_s_own_group_serves_where_there_is_one(ranks: Ranks) -> None:
+    """Making one more is a wait, and with NCCL may need ranks that do not come."""
+    one_d = ranks.run(groups_made_for, 3, (2,))
+    two_d = ranks.run(groups_made_for, 3, (2, 1))
+    assert [made for made, _ in one_d[:2]] == [0, 0]
+    assert [made for made, _ in two_d[:2]] == [1, 1]
+    assert one_d[0][1] == one_d[1][1] == pytest.approx(two_d[0][1])
+
+
 def die_before_the_step(mode: str, where: str) -> str:
     model = sharded_decoder()
     optimizer = optimizer_over(model, mode, max_grad_norm=1.0, config={"timeout_s": DEADLINE_S})

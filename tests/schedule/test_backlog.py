@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ClosedError
+from offload.schedule import backlog as backlog_module
 from offload.schedule.backlog import REFILL, RUN_AHEAD, Backlog
 
 DEADLINE_S = 20.0
@@ -355,3 +356,33 @@ def test_ctrl_c_while_waiting_for_room_leaves_the_lock_free() -> None:
 def test_ctrl_c_in_end_leaves_the_lock_free() -> None:
     places = interrupted_everywhere(lambda: (backlog := Backlog[int](1), partial(backlog.end, 9, DEADLINE_S)))
     assert any(place.startswith("end,") for place in places)
+
+
+def test_a_producer_that_has_run_ahead_when_there_is_room_again_waits_for_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest of its wait is not the host's doing: that is what shares are corrected by."""
+    backlog: Backlog[int] = Backlog(2, run_ahead=2)
+    device = Device()
+    assert device.put(backlog, 0, 1)
+    now = 0.0
+    monkeypatch.setattr(backlog_module, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def host() -> None:
+        take_all(backlog, 1)
+
+    def others() -> None:
+        device.done = 2
+
+    comes = iter([(5.0, host), (7.0, others)])
+
+    def wait(timeout_s: float) -> bool:
+        nonlocal now
+        seconds, happens = next(comes)
+        now += seconds
+        happens()
+        return True
+
+    monkeypatch.setattr(backlog._room, "wait", wait)
+    assert device.put(backlog, 2)
+    assert (now, backlog.waited_s) == (12.0, 5.0)
