@@ -62,7 +62,7 @@ def test_modes_are_documented() -> None:
 
     for file in ("README.md", "docs/architecture.md"):
         text = (ROOT / file).read_text(encoding="utf-8")
-        assert all(f"| `{mode}` |" in text for mode in MODES)
+        assert all(f"| `{mode}`" in text for mode in MODES)
 
 
 def test_version_is_that_of_the_project() -> None:

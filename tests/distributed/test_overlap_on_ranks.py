@@ -374,6 +374,7 @@ def refused_gradients_that_stay(ends_with: str) -> None:
                 optimizer.step()
         train_reducing_by_hand(model, 3)
         optimizer.step()
+        optimizer.synchronize()
         ends.append(local_bits(model, optimizer))
         optimizer.close()
     assert_equal(*ends)
