@@ -6,7 +6,7 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -196,15 +196,17 @@ class OffloadConfig:
         self._check_pattern("chunk_by", self.chunk_by)
         self._check_pattern("rank_local", self.rank_local)
 
-    def check_names(self, names: Sequence[str]) -> None:
+    def check_names(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raise where `chunk_by` says nothing of any parameter.
 
         Args:
-            names: of the parameters that the optimizer begins with, frozen ones too, as far as they have any.
+            groups: the param groups that the optimizer begins with; names of frozen parameters count, which may be trained
+                later.
 
         Raises:
             ConfigError: there are no names, or the expression matches none.
         """
+        names = [name for group in groups for name in group.get("param_names") or ()]
         if self.chunk_by is not None and not names:
             raise ConfigError(
                 f"config.chunk_by={self.chunk_by!r}: the parameters have no names that it could be asked of; pass "

@@ -105,8 +105,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         records = [record for group in groups for record in self._registry.make_records(group, groups)]
         if not records:
             raise ConfigError("params has no parameter with requires_grad=True: there is nothing to optimize")
-        # Of frozen ones too, which may be trained later.
-        options.config.check_names([name for group in groups for name in group.get("param_names") or ()])
+        options.config.check_names(groups)
         given = self._masters.of_first(records)
         engine, self._plan = assemble(self._rule, records, given, options, self._construction)
         self._engine = engine

@@ -67,9 +67,7 @@ class CPUOffloadOptimizer(OptimizerProxy):
         config = config or OffloadConfig()
         check_moments(config, "CPUOffloadOptimizer, which keeps state as its base does", good=False)
         if mode != "all-at-once":  # which has one chunk
-            config.check_names(
-                [name for group in base.param_groups for name in group.get("param_names") or ()]
-            )
+            config.check_names(base.param_groups)
         super().__init__(base)
         self.mode = mode
         self._config = config

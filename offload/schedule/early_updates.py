@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from offload.config import sample
 from offload.layout import Chunk
 from offload.parameters import ParamRecord
 from offload.report import StageClock
-from offload.schedule import messages
 from offload.schedule.hyperparameters import HyperRows, make_rows
 from offload.schedule.policy import Policy
 from offload.schedule.stepper import Rows, Stepper
@@ -81,7 +81,7 @@ class EarlyUpdates:
             HyperparameterChangedError: see `HyperRows.check`.
         """
         if self._hyper is not None:
-            self._hyper.check(messages.some(self.applied))
+            self._hyper.check(sample(self.applied))
 
     def rows_of_rest(self, coefficient: float) -> Rows:
         """For all that was not updated early: the same rows where there are any; else as param groups are now."""
@@ -113,7 +113,7 @@ class EarlyUpdates:
         with self._clock.span("roll back"):
             self._stepper.roll_back(restore=restore)
         self.rolled_back = True
-        logger.debug("step %d: %s rolled back", step, messages.some(applied))
+        logger.debug("step %d: %s rolled back", step, sample(applied))
 
     def take_moved(self) -> list[int]:
         """Indices of the parameters whose state consists of other tensors since the last call."""

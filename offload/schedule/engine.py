@@ -46,6 +46,7 @@ from typing import Any
 import torch
 
 from offload.agreement import Ranks
+from offload.config import sample
 from offload.errors import (
     GradientError,
     MidStepError,
@@ -515,7 +516,7 @@ class Engine:
         except OffloadError as error:
             logger.warning(
                 "closed in mid-step; %s could not be rolled back: %s",
-                messages.some(self._early.applied),
+                sample(self._early.applied),
                 error,
             )
 

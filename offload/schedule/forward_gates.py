@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from offload.config import sample
 from offload.errors import ConfigError, OffloadError, StateError, WorkerError
 from offload.layout import Chunk
 from offload.parameters import ParamRecord
@@ -62,7 +63,7 @@ class ForwardGates:
         compiled = [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
         if compiled:
             raise ConfigError(
-                f"overlap_forward=True: {messages.some(compiled)} is compiled, and compiled code does not see hooks that "
+                f"overlap_forward=True: {sample(compiled)} is compiled, and compiled code does not see hooks that "
                 "are added later; build the optimizer first and compile then, or leave overlap_forward False"
             )
         self._model, self._layer_of = model, layer_of
@@ -199,7 +200,7 @@ class ForwardGates:
         flight = self._flight()
         if module is not self._model or flight is None or not flight.missed:
             return
-        missed = messages.some([self._names[index] for index in flight.missed])
+        missed = sample([self._names[index] for index in flight.missed])
         if self._raises_here:
             self._switch_off()
             raise StateError(messages.left_out(missed, handed_over=False))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offload.config import sample
+
 __all__ = [
     "assigned_late",
     "cut_short",
@@ -16,17 +18,8 @@ __all__ = [
     "nonfinite",
     "removed",
     "second_fire",
-    "some",
     "unfinished",
 ]
-
-SHOWN = 4
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more chunks" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def unfinished(what: str, applied: Sequence[str]) -> str:
@@ -34,14 +27,14 @@ def unfinished(what: str, applied: Sequence[str]) -> str:
     if not applied:
         return f"{what}; its gradients are incomplete: call zero_grad() to drop them, then run backward again"
     return (
-        f"{what} after {some(applied)} had been updated, so the state is part old, part new; load the last checkpoint "
+        f"{what} after {sample(applied)} had been updated, so the state is part old, part new; load the last checkpoint "
         "of model and optimizer (load_state_dict) to go on"
     )
 
 
 def extra_backward(parameter: str, declared: int, step: int, applied: Sequence[str]) -> str:
     """One backward pass more than was declared."""
-    already = f" ({some(applied)} already hold step {step})" if applied else ""
+    already = f" ({sample(applied)} already hold step {step})" if applied else ""
     return (
         f"{parameter} got a gradient of one backward pass more than the {declared} declared for step {step}{already}. "
         f"Call step() after {declared} backward pass(es), or declare more: accumulation_steps={declared + 1}, or "
@@ -54,7 +47,7 @@ def second_fire(parameter: str, step: int, applied: Sequence[str]) -> str:
     """A second gradient in one backward pass, after the first was taken for the last."""
     return (
         f"{parameter} got two gradients in one backward pass, and the first of them was taken for the whole one, as in the "
-        f"steps before, and applied to step {step} ({some(applied) or 'its tile waits for others'}). That happens where a "
+        f"steps before, and applied to step {step} ({sample(applied) or 'its tile waits for others'}). That happens where a "
         "weight begins to be used both inside and outside of a checkpoint with use_reentrant=True: use "
         "use_reentrant=False, or let it be so from the first step on. To go on, load the last checkpoint of model and "
         "optimizer (load_state_dict)"
@@ -72,7 +65,7 @@ def assigned_late(parameter: str) -> str:
 def removed(names: Sequence[str]) -> str:
     """Param groups were removed while a step was under way."""
     return (
-        f"the param group of {some(names)} was removed between backward and step(), when its gradients had left for the "
+        f"the param group of {sample(names)} was removed between backward and step(), when its gradients had left for the "
         "optimizer already: put it back and call step(), or remove groups before backward"
     )
 
@@ -96,7 +89,7 @@ def left_out(chunks: str, *, handed_over: bool) -> str:
 def mixture(what: str, applied: Sequence[str]) -> str:
     """A call that would see two steps at once."""
     return (
-        f"{what} between backward and step(): {some(applied)} already hold the new step, others the old one; call "
+        f"{what} between backward and step(): {sample(applied)} already hold the new step, others the old one; call "
         "step() first"
     )
 
@@ -104,7 +97,7 @@ def mixture(what: str, applied: Sequence[str]) -> str:
 def no_way_back(applied: Sequence[str]) -> str:
     """Gradients cannot be dropped any more."""
     return (
-        f"zero_grad() after a backward whose gradients were partly applied: {some(applied)} already hold the new step. "
+        f"zero_grad() after a backward whose gradients were partly applied: {sample(applied)} already hold the new step. "
         "Call step() first; to be able to drop a step, use max_grad_norm= or nonfinite='skip', with which a "
         "step can be rolled back"
     )
